@@ -1,0 +1,254 @@
+"""`paceline evaluate MODEL --draft-model DRAFTER --prompts FILE`: acceptance as the engine serves it, per set."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.cli import options
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.cli.running import Models
+    from paceline.configuration.run import EvaluateRun
+    from paceline.evaluation.acceptance import Progress, SetAcceptance
+    from paceline.evaluation.prompts import Prompt
+
+
+def evaluate(
+    context: typer.Context,
+    model: options.Target = None,
+    draft_model: options.DraftModel = None,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option("--prompts", metavar="FILE", help="Prompt set: .jsonl, .npz (held-out end) or text; repeatable."),
+    ] = None,
+    num_prompts: Annotated[int | None, typer.Option(min=1, help="Prompts per set; all by default.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the result: .json as one object, .jsonl as one line per answer."),
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None,
+        typer.Option(min=1, help="Prompts decoded at the same time.", rich_help_panel=options.MODELS),
+    ] = None,
+    system: options.System = None,
+    raw: options.Raw = False,
+    spec_tokens: options.SpecTokens = None,
+    draft_sample_method: options.DraftSampleMethod = None,
+    max_tokens: options.MaxTokens = None,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    seed: options.Seed = None,
+    ignore_eos: options.IgnoreEos = False,
+    max_model_len: options.MaxModelLen = None,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    linear_mode: options.LinearMode = None,
+    threads: options.Threads = None,
+    offline: options.Offline = False,
+    as_json: options.Json = False,
+    config: options.ConfigFile = None,
+    set_values: options.SetValues = None,
+    dry_run: options.DryRun = False,
+    no_color: options.NoColor = False,
+    debug: options.Debug = False,
+    verbose: options.Verbose = 0,
+    quiet: options.Quiet = 0,
+) -> None:
+    """Measure a drafter's served acceptance length, with interval and per position, on prompt files."""
+    session, environment = options.begin(context, debug=debug, no_color=no_color, verbose=verbose, quiet=quiet)
+    from paceline.configuration.load import load_settings
+    from paceline.configuration.run import EvaluateRun
+    from paceline.evaluation.prompts import read_prompts
+
+    run = load_settings(
+        EvaluateRun,
+        config,
+        set_values or (),
+        {
+            "model": model,
+            "draft_model": draft_model,
+            "prompts": [str(path) for path in prompts] if prompts else None,
+            "num_prompts": num_prompts,
+            "max_num_seqs": max_num_seqs,
+            "system": system,
+            "raw": options.given(raw),
+            "spec_tokens": spec_tokens,
+            "draft_sample_method": draft_sample_method,
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "seed": seed,
+            "ignore_eos": options.given(ignore_eos),
+            "max_model_len": max_model_len,
+            "dtype": dtype,
+            "device": device,
+            "linear_mode": linear_mode,
+            "threads": threads,
+            "offline": options.given(offline),
+        },
+    )
+    if output is not None:
+        _check_output(output)
+    sets = [(path.stem, read_prompts(path, limit=run.num_prompts)) for path in run.prompts]
+    if dry_run:
+        counts = {name: len(rows) for name, rows in sets}
+        options.show_settings(run, as_json=as_json, extra={"num_prompts": counts})
+        return
+    from paceline.cli.running import load_models
+
+    models = load_models(run, environment)
+    results = _evaluate_sets(run, models, sets, shows_progress=session.verbosity >= 0)
+    report = _report(run, models, results)
+    if output is not None:
+        _write(output, report, results)
+    if as_json:
+        options.print_json(report)
+    else:
+        _print_tables(results)
+
+
+def _check_output(output: Path) -> None:
+    """Refuse a result file that could not be written before minutes are spent on filling it."""
+    from paceline.errors import ConfigError
+
+    origin = {"output": output}
+    if output.suffix not in (".json", ".jsonl"):
+        raise ConfigError(
+            f"results are written as .json or .jsonl, not {output.suffix or 'without a suffix'}", origin=origin
+        )
+    if not output.resolve().parent.is_dir():
+        raise ConfigError("the folder of the result file does not exist", origin=origin)
+
+
+def _evaluate_sets(
+    run: EvaluateRun, models: Models, sets: Sequence[tuple[str, list[Prompt]]], *, shows_progress: bool
+) -> list[SetAcceptance]:
+    from paceline.cli.running import make_engine, sampling_of
+    from paceline.evaluation.acceptance import evaluate_set
+
+    engine = make_engine(run, models, max_num_seqs=run.max_num_seqs)
+    results: list[SetAcceptance] = []
+    for name, prompts in sets:
+        progress = _ProgressLine(name) if shows_progress else None
+        results.append(
+            evaluate_set(
+                engine,
+                models.target.tokenizer,
+                name,
+                prompts,
+                sampling_of(run),
+                system=run.system,
+                raw=run.raw,
+                on_progress=progress,
+            )
+        )
+        if progress is not None:
+            progress.close()
+    return results
+
+
+class _ProgressLine:
+    """One line on stderr: redrawn on a terminal, a new line every tenth of the way elsewhere."""
+
+    def __init__(self, name: str) -> None:
+        import time
+
+        self._name = name
+        self._clock = time.perf_counter
+        self._start = time.perf_counter()
+        self._last_tenth = 0
+        self._is_terminal = sys.stderr.isatty()
+
+    def __call__(self, progress: Progress) -> None:
+        """Show where the evaluation stands."""
+        seconds = max(self._clock() - self._start, 1e-9)
+        share = progress.num_answers / progress.num_answers_in_all
+        remaining = seconds / share - seconds
+        line = (
+            f"{self._name}: {progress.num_answers} of {progress.num_answers_in_all}, "
+            f"{progress.num_output_tokens / seconds:.0f} tokens/s, "
+            f"acceptance length {progress.acceptance_length:.2f}, {remaining:.0f} s left"
+        )
+        if self._is_terminal:
+            sys.stderr.write(f"\r\x1b[K{line}")
+            sys.stderr.flush()
+        elif int(share * 10) > self._last_tenth:
+            self._last_tenth = int(share * 10)
+            typer.echo(line, err=True)
+
+    def close(self) -> None:
+        """Leave the last state standing."""
+        if self._is_terminal:
+            sys.stderr.write("\n")
+
+
+def _report(run: EvaluateRun, models: Models, results: Sequence[SetAcceptance]) -> dict[str, object]:
+    from paceline import __version__
+    from paceline.evaluation.prompts import file_sha256
+
+    assert models.drafter is not None  # EvaluateRun requires one
+    return {
+        "target": models.target.contract.name,
+        "drafter": models.drafter.contract.origin,
+        "settings": run.model_dump(mode="json"),
+        "version": __version__,
+        "sets": [
+            {**result.to_dict(), "temperature": run.temperature, "file": str(path), "sha256": file_sha256(path)}
+            for result, path in zip(results, run.prompts, strict=True)
+        ],
+    }
+
+
+def _write(output: Path, report: dict[str, object], results: Sequence[SetAcceptance]) -> None:
+    """Write the result in full or not at all."""
+    import json
+
+    from paceline.checkpoint.weights import write_text_atomic
+
+    if output.suffix == ".json":
+        text = json.dumps(report, ensure_ascii=False, indent=2, allow_nan=False) + "\n"
+    else:
+        rows = [
+            {
+                "set": result.name,
+                "id": answer.prompt_id,
+                "turn": answer.turn,
+                "num_prompt_tokens": len(answer.result.prompt_ids),
+                "token_ids": list(answer.result.token_ids),
+                "text": answer.result.text,
+                "finish_reason": answer.result.finish_reason,
+                "accepted": [record.num_accepted for record in answer.result.trace.records],
+                "proposed": [record.num_draft_tokens for record in answer.result.trace.records],
+            }
+            for result in results
+            for answer in result.answers
+        ]
+        text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+    write_text_atomic(output, text)
+
+
+def _print_tables(results: Sequence[SetAcceptance]) -> None:
+    """The figures of each set on stdout, in columns."""
+    width = max(len("set"), *(len(result.name) for result in results))
+    typer.echo(f"{'set':<{width}}  prompts  tokens  steps  acceptance length  95 % interval  draft acceptance")
+    for result in results:
+        summary = result.summary
+        typer.echo(
+            f"{result.name:<{width}}  {result.num_prompts:>7}  {result.num_output_tokens:>6}  {summary.num_steps:>5}  "
+            f"{summary.acceptance_length:>17.3f}  {result.low:>6.3f}-{result.high:<6.3f}  "
+            f"{summary.draft_acceptance_rate:>16.3f}"
+        )
+    typer.echo("\nshare of steps that kept the draft at each position (0 follows the anchor)")
+    for result in results:
+        shares = "  ".join(f"{share:.3f}" for share in result.summary.per_position)
+        typer.echo(f"{result.name:<{width}}  {shares}")

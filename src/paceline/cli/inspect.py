@@ -1,0 +1,133 @@
+"""`paceline inspect FOLDER`: what a target or drafter promises, from its files alone; no weights are loaded."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.cli import options
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from paceline.checkpoint.contract import DrafterContract, TargetContract
+
+
+def inspect(
+    context: typer.Context,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Target or drafter: a folder, a .gguf file, a hub name or an alias.")
+    ],
+    target: Annotated[
+        str | None, typer.Option("--target", help="Check whether a drafter fits this target; exit code 3 if not.")
+    ] = None,
+    as_json: options.Json = False,
+    offline: options.Offline = False,
+    no_color: options.NoColor = False,
+    debug: options.Debug = False,
+    verbose: options.Verbose = 0,
+    quiet: options.Quiet = 0,
+) -> None:
+    """Show what a model folder promises, and whether a drafter fits a target."""
+    from paceline.checkpoint.contract import DrafterContract
+    from paceline.errors import CheckFailedError, CompatibilityError, ConfigError
+
+    options.begin(context, debug=debug, no_color=no_color, verbose=verbose, quiet=quiet)
+    contract = _read_contract(model, offline=offline)
+    found: dict[str, object] = {"kind": "drafter" if isinstance(contract, DrafterContract) else "target"}
+    found |= _described(contract)
+    mismatch: CompatibilityError | None = None
+    if target is not None:
+        if not isinstance(contract, DrafterContract):
+            raise ConfigError(
+                f"{model} is a target; --target checks a drafter against one", origin={"model": contract.origin}
+            )
+        from paceline.checkpoint.compatibility import check_fit
+
+        try:
+            check_fit(contract, _read_target(target, offline=offline))
+        except CompatibilityError as error:
+            mismatch = error
+        found["fits"] = mismatch is None
+        found["fits_target"] = target
+        if mismatch is not None:
+            found["mismatch"] = str(mismatch)
+    if as_json:
+        options.print_json(found)
+    else:
+        _print_table(found)
+    if mismatch is not None:
+        raise CheckFailedError(f"the drafter does not fit the target:\n{mismatch}")
+
+
+def _read_contract(name: str, *, offline: bool) -> TargetContract | DrafterContract:
+    """Tell a drafter from a target by its config, then read it strictly."""
+    from paceline.checkpoint.locate import locate_target
+
+    path = locate_target(name, offline=offline)
+    if _is_drafter(path):
+        from paceline.checkpoint.dialects import read_drafter_contract
+
+        return read_drafter_contract(path)
+    from paceline.checkpoint.target_config import read_target_contract
+
+    return read_target_contract(path, name)
+
+
+def _read_target(name: str, *, offline: bool) -> TargetContract:
+    from paceline.checkpoint.locate import locate_target
+    from paceline.checkpoint.target_config import read_target_contract
+
+    return read_target_contract(locate_target(name, offline=offline), name)
+
+
+def _is_drafter(path: Path) -> bool:
+    """Whether a folder's config names a draft architecture; a damaged config is left to the strict readers."""
+    import json
+
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    if not isinstance(config, dict):
+        return False
+    names = config.get("architectures")
+    architectures = [str(name) for name in names] if isinstance(names, list) else []
+    return "dflash_config" in config or any("draft" in name.lower() for name in architectures)
+
+
+def _described(contract: TargetContract | DrafterContract) -> dict[str, object]:
+    from paceline.checkpoint.contract import DrafterContract
+
+    described: dict[str, object] = asdict(contract)
+    if isinstance(contract, DrafterContract):
+        described["num_draft_tokens"] = contract.num_draft_tokens
+        described["num_taps"] = contract.num_taps
+    return described
+
+
+def _print_table(found: Mapping[str, object]) -> None:
+    """Two columns of plain text: they line up in a terminal, and `grep` and `cut` can read them."""
+    rows: list[tuple[str, str]] = []
+    for key, value in found.items():
+        if isinstance(value, dict):
+            rows += [(f"{key}.{inner}", _shown(item)) for inner, item in value.items() if item is not None]
+        else:
+            rows.append((key, _shown(value)))
+    width = max(len(key) for key, _ in rows)
+    for key, text in rows:
+        typer.echo(f"{key:<{width}}  {text}")
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (list, tuple)):
+        items = [_shown(item) for item in value]
+        return f"{items[0]} (all {len(items)})" if len(items) > 1 and len(set(items)) == 1 else ", ".join(items) or "-"
+    return str(value)

@@ -1,0 +1,107 @@
+"""The command line: one verb per file, registered here.
+
+Exit codes: 0 done, 1 failed, 2 usage, 3 a check says no, 130 interrupted. Data goes to stdout, everything else to
+stderr. A mistake that its reader can mend is printed as `Name: message`, without a traceback unless `--debug` or
+PACELINE_DEBUG=1 asks for one; our own bugs keep theirs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from paceline import __version__
+from paceline.cli.doctor import doctor
+from paceline.cli.evaluate import evaluate
+from paceline.cli.generate import generate
+from paceline.cli.inspect import inspect
+from paceline.cli.options import Session
+from paceline.cli.train import train
+from paceline.errors import EXIT_FAILED, EXIT_INTERRUPTED, PacelineError
+
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+
+class PacelineGroup(TyperGroup):
+    """The top command, which turns our errors, Ctrl-C and a closed pipe into a line and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the verb."""
+        session = ctx.obj = Session()
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()  # a closed pipe must show itself here, not in the interpreter's own clean-up
+            return result
+        except PacelineError as error:
+            if session.debug:
+                traceback.print_exc()
+            typer.echo(f"{type(error).__name__}: {error}", err=True)
+            raise typer.Exit(error.exit_code) from error
+        except BrokenPipeError as error:
+            _silence_stdout()
+            raise typer.Exit(EXIT_FAILED) from error
+        except KeyboardInterrupt as error:
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(EXIT_INTERRUPTED) from error
+        except OSError as error:
+            if session.debug:
+                traceback.print_exc()
+            place = f": {error.filename}" if error.filename else ""
+            typer.echo(f"{type(error).__name__}: {error.strerror or error}{place}", err=True)
+            raise typer.Exit(EXIT_FAILED) from error
+
+
+app = typer.Typer(
+    name="paceline",
+    cls=PacelineGroup,
+    help="Block-drafting speculative decoding: train, check and serve drafters.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"paceline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Block-drafting speculative decoding: train, check and serve drafters that ride on a target's hidden states."""
+
+
+for verb in (generate, train, evaluate, inspect, doctor):
+    app.command()(verb)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and leave the process with its exit code.
+
+    Args:
+        arguments: what follows the program's name; None takes the process's own.
+    """
+    try:
+        typer.main.get_command(app)(args=list(sys.argv[1:] if arguments is None else arguments), prog_name="paceline")
+    except KeyboardInterrupt:  # between the verb's end and the interpreter's
+        sys.exit(EXIT_INTERRUPTED)
+    sys.exit(0)
+
+
+def _silence_stdout() -> None:
+    """Point stdout at nothing, so that the interpreter's last flush does not complain about the closed pipe."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, sys.stdout.fileno())
+    os.close(nothing)

@@ -1,0 +1,115 @@
+"""The only reader of the process environment. Everything else gets its values as arguments.
+
+| variable | meaning | default |
+| --- | --- | --- |
+| `PACELINE_LOG_LEVEL` | debug, info, warning or error: what the log on stderr shows | info |
+| `PACELINE_AUX_HIDDEN_STREAM` | prefix or attn_res: overrides the drafter's stream, for A/B runs | the drafter's |
+| `PACELINE_DEBUG` | 1 shows tracebacks, like `--debug` | 0 |
+| `PACELINE_NUM_THREADS` | CPU threads of tensor operations, like `--threads` | torch's choice |
+| `NO_COLOR` | anything but empty turns colours off (a convention that many programs share) | unset |
+
+Other libraries read their own (`HF_HOME`, `HF_HUB_OFFLINE`, `OMP_NUM_THREADS`, ...); `paceline doctor` shows those too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from paceline.errors import ConfigError
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+STREAMS = ("prefix", "attn_res")
+
+OWN_VARIABLES = (
+    "PACELINE_LOG_LEVEL",
+    "PACELINE_AUX_HIDDEN_STREAM",
+    "PACELINE_DEBUG",
+    "PACELINE_NUM_THREADS",
+    "NO_COLOR",
+)
+FOREIGN_VARIABLES = (
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "HF_HUB_OFFLINE",
+    "HF_TOKEN",
+    "TRANSFORMERS_OFFLINE",
+    "XDG_CACHE_HOME",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+    "TRITON_INTERPRET",
+    "TRITON_CACHE_DIR",
+)
+_SECRET_VARIABLES = frozenset({"HF_TOKEN"})
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the process environment asks of paceline; None means that a variable is unset or empty."""
+
+    log_level: str | None = None
+    aux_hidden_stream: Literal["prefix", "attn_res"] | None = None
+    debug: bool = False
+    num_threads: int | None = None
+    no_color: bool = False
+
+
+def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
+    """Read and check our variables.
+
+    Args:
+        variables: what to read instead of the process environment, for tests.
+
+    Raises:
+        ConfigError: a value is not among those that the table allows, or a PACELINE_ name is unknown.
+    """
+    found = os.environ if variables is None else variables
+    unknown = sorted(name for name in found if name.startswith("PACELINE_") and name not in OWN_VARIABLES)
+    if unknown:
+        raise ConfigError(
+            f"no such environment variable is read: {', '.join(unknown)}",
+            origin={name: "environment" for name in unknown},
+            hint=f"one of {', '.join(OWN_VARIABLES)}",
+        )
+    return Environment(
+        log_level=_one_of(found, "PACELINE_LOG_LEVEL", LOG_LEVELS),
+        aux_hidden_stream=cast(
+            'Literal["prefix", "attn_res"] | None', _one_of(found, "PACELINE_AUX_HIDDEN_STREAM", STREAMS)
+        ),
+        debug=_one_of(found, "PACELINE_DEBUG", ("0", "1")) == "1",
+        num_threads=_count(found, "PACELINE_NUM_THREADS"),
+        no_color=bool(found.get("NO_COLOR")),
+    )
+
+
+def describe_environment(variables: Mapping[str, str] | None = None) -> dict[str, str | None]:
+    """Every variable that paceline or a library below it reads, with its value; secrets only as `(set)`."""
+    found = os.environ if variables is None else variables
+    described: dict[str, str | None] = {}
+    for name in (*OWN_VARIABLES, *FOREIGN_VARIABLES):
+        value = found.get(name)
+        described[name] = "(set)" if value and name in _SECRET_VARIABLES else value
+    return described
+
+
+def _one_of(found: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str | None:
+    value = found.get(name, "").strip().lower()
+    if not value:
+        return None
+    if value not in allowed:
+        raise ConfigError(
+            f"{name} is {found[name]!r}", origin={name: "environment"}, hint=f"one of {', '.join(allowed)}"
+        )
+    return value
+
+
+def _count(found: Mapping[str, str], name: str) -> int | None:
+    value = found.get(name, "").strip()
+    if not value:
+        return None
+    if not value.isdecimal() or int(value) < 1:
+        raise ConfigError(f"{name} is {value!r}", origin={name: "environment"}, hint="a whole number of at least 1")
+    return int(value)

@@ -1,0 +1,285 @@
+"""What a run was asked to do: training, generation, evaluation. One described sentence per field.
+
+`TrainRun` is a file of settings (`examples/train_smollm2_dflash.toml`); `GenerateRun` and `EvaluateRun` are flat, with
+the names of their command-line flags. `load.py` reads files and puts overrides on top. Nothing here knows torch: device
+and dtype are names, which the models turn into objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, Strict, field_validator, model_validator
+
+from paceline.configuration.fields import (
+    Count,
+    CountOrZero,
+    DeviceName,
+    DraftSampleMethod,
+    DtypeName,
+    Flag,
+    Integer,
+    Name,
+    NumberOrZero,
+    OrNone,
+    PositiveNumber,
+    Seed,
+    Settings,
+    Share,
+    StopText,
+)
+
+LossName = Literal["kl", "ce"]
+LinearMode = Literal["auto", "plain", "packed", "row_invariant"]
+
+
+class TargetSettings(Settings):
+    """The model that the drafter will ride on."""
+
+    name: Name = Field(description="target: a folder, a .gguf file, a hub name or an alias")
+    dtype: DtypeName = Field("auto", description="precision of the frozen target; auto takes the device's best")
+
+
+class DrafterSettings(Settings):
+    """Shape of the drafter and of the block that it proposes."""
+
+    num_layers: Count = Field(4, le=64, description="decoder layers of the drafter")
+    intermediate_size: Count = Field(1280, description="width of the drafter's MLP")
+    target_layer_ids: Annotated[tuple[Integer, ...] | None, OrNone] = Field(
+        None, description="tapped target layers, 0-based, by their output; unset spreads `num_taps` over the depth"
+    )
+    num_taps: Count = Field(5, le=32, description="number of tapped target layers")
+    block_size: Count = Field(8, ge=2, le=64, description="rows of one drafter pass, anchor included")
+    tap_norm: Flag = Field(True, description="whether each tap has its own RMSNorm before the projection")
+    mask_token_id: CountOrZero = Field(description="token id that fills the rows after the anchor")
+    draft_sample_method: DraftSampleMethod = Field(
+        "greedy", description="how a served drafter picks its proposals unless told otherwise"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _listed_taps_set_their_number(cls, values: Any) -> Any:
+        """A list of taps says how many there are, so that `num_taps` need not be repeated beside it."""
+        if isinstance(values, Mapping) and "num_taps" not in values:
+            layers = values.get("target_layer_ids")
+            if isinstance(layers, (list, tuple)) and layers:
+                return {**values, "num_taps": len(layers)}
+        return values
+
+    @field_validator("target_layer_ids")
+    @classmethod
+    def _taps_rise(cls, layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if layers is None:
+            return None
+        if not layers:
+            raise ValueError("an empty list taps nothing; leave the key out to spread the taps")
+        if min(layers) < 0:
+            raise ValueError(f"layer {min(layers)} is below 0; layers count from 0")
+        if list(layers) != sorted(set(layers)):
+            raise ValueError(f"{list(layers)} must rise without repeats: the order is the order of the projection")
+        return layers
+
+    @model_validator(mode="after")
+    def _tap_counts_agree(self) -> Self:
+        if self.target_layer_ids is not None and len(self.target_layer_ids) != self.num_taps:
+            raise ValueError(f"num_taps is {self.num_taps}, target_layer_ids has {len(self.target_layer_ids)} entries")
+        return self
+
+
+class DataSettings(Settings):
+    """Conversations to learn from."""
+
+    files: tuple[Path, ...] = Field(min_length=1, description="token files (.npz) or chat files (.jsonl)")
+    hold_out: CountOrZero = Field(
+        1024, description="conversations at the end of each file that are never trained on, kept for evaluation"
+    )
+    max_length: Count = Field(512, ge=8, description="tokens of a conversation that are used; the rest is cut off")
+
+    @field_validator("files")
+    @classmethod
+    def _no_file_twice(cls, files: tuple[Path, ...]) -> tuple[Path, ...]:
+        repeated = sorted({str(file) for file in files if files.count(file) > 1})
+        if repeated:
+            raise ValueError(f"listed twice: {', '.join(repeated)}")
+        return files
+
+
+class OptimizerSettings(Settings):
+    """AdamW with a warm-up, a flat middle and a decay at the end."""
+
+    learning_rate: PositiveNumber = Field(1e-3, le=1.0, description="peak learning rate")
+    warmup_share: Share = Field(0.04, description="share of the steps over which the rate rises from zero")
+    decay_share: Share = Field(0.2, description="share of the steps over which the rate falls at the end")
+    final_share: Share = Field(0.05, description="rate of the last step, as a share of the peak")
+    weight_decay: NumberOrZero = Field(0.01, description="decoupled weight decay of the matrices")
+    betas: tuple[Share, Share] = Field((0.9, 0.95), description="decay of AdamW's first and second moment")
+    clip_norm: PositiveNumber = Field(1.0, description="largest norm of the whole gradient")
+
+    @field_validator("betas")
+    @classmethod
+    def _betas_below_one(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if max(betas) >= 1.0:
+            raise ValueError(f"{list(betas)} must both be below 1")
+        return betas
+
+    @model_validator(mode="after")
+    def _shares_fit(self) -> Self:
+        if self.warmup_share + self.decay_share > 1.0:
+            raise ValueError(
+                f"warmup_share {self.warmup_share} and decay_share {self.decay_share} exceed the whole run"
+            )
+        return self
+
+
+class ScheduleSettings(Settings):
+    """How much is learned, in which portions."""
+
+    num_steps: Count = Field(description="optimizer steps of the whole run")
+    batch_size: Count = Field(description="conversations per step and accumulation part")
+    num_anchors: Count = Field(description="draft blocks per conversation and step")
+    accumulation: Count = Field(1, description="parts that a step is split into to save memory")
+
+
+class ObjectiveSettings(Settings):
+    """What the drafter is rewarded for."""
+
+    loss: LossName | dict[LossName, PositiveNumber] = Field(
+        "kl",
+        description="kl follows the target's distribution, ce the token that follows in the data; a table mixes them",
+    )
+    gamma: Annotated[PositiveNumber | None, OrNone] = Field(
+        4.0, description='row k of a block weighs exp(-(k-1)/gamma); "none" weighs all rows alike'
+    )
+    chunk_rows: Count = Field(4096, description="rows whose logits exist at the same time")
+
+    @field_validator("loss")
+    @classmethod
+    def _some_loss(cls, loss: str | dict[LossName, float]) -> str | dict[LossName, float]:
+        if isinstance(loss, dict) and not loss:
+            raise ValueError("an empty table rewards nothing; name kl, ce or both")
+        return loss
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """The loss as weights per term, whether it was given as a name or as a table."""
+        return dict(self.loss) if isinstance(self.loss, dict) else {self.loss: 1.0}
+
+
+class EvaluateSettings(Settings):
+    """Held-out measurement during training."""
+
+    every: Count = Field(200, description="steps between two evaluations; the last step is always evaluated")
+    num_conversations: CountOrZero = Field(128, description="held-out conversations per evaluation; 0 is none")
+    batch_size: Count = Field(16, description="conversations per evaluation pass")
+
+
+class CheckpointSettings(Settings):
+    """What is kept on disk during training."""
+
+    every: Count = Field(500, description="steps between two checkpoints; the last step is always saved")
+    keep: Count = Field(2, description="checkpoints kept; older ones are removed")
+
+
+class TrainRun(Settings):
+    """A whole training run: from which data, which drafter, for which target, to which folder."""
+
+    seed: Seed = Field(0, description="seed of the weights, the order of the data and the anchors")
+    output: Path = Field(description="folder of the run: settings, metrics, checkpoints and the finished drafter")
+    device: DeviceName = Field("auto", description="auto, cpu, cuda or cuda:N")
+    target: TargetSettings
+    drafter: DrafterSettings
+    data: DataSettings
+    optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
+    schedule: ScheduleSettings
+    objective: ObjectiveSettings = Field(default_factory=ObjectiveSettings)
+    evaluate: EvaluateSettings = Field(default_factory=EvaluateSettings)
+    checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings)
+
+    @model_validator(mode="after")
+    def _parts_agree(self) -> Self:
+        if self.data.max_length < 2 * self.drafter.block_size:
+            raise ValueError(
+                f"data.max_length {self.data.max_length} leaves no room for two blocks of drafter.block_size "
+                f"{self.drafter.block_size}"
+            )
+        held_out = self.data.hold_out * len(self.data.files)
+        if self.evaluate.num_conversations > held_out:
+            raise ValueError(
+                f"evaluate.num_conversations {self.evaluate.num_conversations} exceeds the {held_out} that "
+                f"data.hold_out {self.data.hold_out} keeps in {len(self.data.files)} file(s)"
+            )
+        return self
+
+
+class ModelRun(Settings):
+    """What generation and evaluation have in common: the models, how they run, and how tokens are picked."""
+
+    model: Name = Field(description="target: a folder, a .gguf file, a hub name or an alias")
+    draft_model: Annotated[Name | None, OrNone] = Field(
+        None, description="drafter folder or hub name; unset drafts nothing"
+    )
+    spec_tokens: Annotated[Count | None, OrNone] = Field(
+        None, description="proposals per step, the anchor not counted; unset takes what the drafter was trained for"
+    )
+    draft_sample_method: Annotated[DraftSampleMethod | None, OrNone] = Field(
+        None, description="how proposals are picked when sampling; unset takes the drafter's own"
+    )
+    max_tokens: Count = Field(128, description="largest number of new tokens per prompt")
+    temperature: NumberOrZero = Field(0.0, description="0 is greedy; higher is more varied")
+    top_k: CountOrZero = Field(0, description="keep the k most likely tokens; 0 keeps all")
+    top_p: Annotated[float, Strict(), Field(gt=0, le=1, allow_inf_nan=False)] = Field(
+        1.0, description="keep the most likely tokens up to this share of probability"
+    )
+    min_p: Share = Field(0.0, description="drop tokens below this share of the likeliest one's probability")
+    seed: Annotated[Seed | None, OrNone] = Field(None, description="makes sampling repeatable; unset draws one")
+    system: Annotated[Name | None, OrNone] = Field(None, description="system message of the chat template")
+    raw: Flag = Field(False, description="take prompts as they are, without the chat template")
+    ignore_eos: Flag = Field(False, description="go on past end-of-text tokens, up to max_tokens")
+    max_model_len: Annotated[Count | None, OrNone] = Field(
+        None, description="largest context in tokens; unset takes the target's"
+    )
+    dtype: DtypeName = Field("auto", description="precision of the models; auto takes the device's best")
+    device: DeviceName = Field("auto", description="auto, cpu, cuda or cuda:N")
+    linear_mode: LinearMode = Field(
+        "auto",
+        description="arithmetic of matrix products; row_invariant makes ids independent of the batch, and is slow",
+    )
+    threads: Annotated[Count | None, OrNone] = Field(None, description="CPU threads; unset leaves the choice to torch")
+    offline: Flag = Field(False, description="never touch the network; a missing file is an error")
+
+    @model_validator(mode="after")
+    def _draft_settings_need_a_drafter(self) -> Self:
+        for name in ("spec_tokens", "draft_sample_method"):
+            if self.draft_model is None and getattr(self, name) is not None:
+                raise ValueError(f"{name} is {getattr(self, name)!r} but there is no draft_model to use it")
+        if self.raw and self.system is not None:
+            raise ValueError("system is set but raw leaves the chat template out, so nothing would show it")
+        return self
+
+
+class GenerateRun(ModelRun):
+    """Text from one or several prompts."""
+
+    stop: tuple[StopText, ...] = Field((), description="end the text before any of these strings")
+    stop_token_ids: tuple[CountOrZero, ...] = Field((), description="end the text at any of these tokens")
+    compare: Flag = Field(False, description="run plain decoding beside it and say whether the ids are identical")
+    trace: Flag | None = Field(
+        None, description="show accepted, refused and bonus tokens; unset shows them on a terminal"
+    )
+
+    @model_validator(mode="after")
+    def _comparing_needs_a_drafter(self) -> Self:
+        if self.compare and self.draft_model is None:
+            raise ValueError("compare is set but there is no draft_model: plain decoding would be compared with itself")
+        return self
+
+
+class EvaluateRun(ModelRun):
+    """Served acceptance of a drafter on prompt files."""
+
+    draft_model: Name = Field(description="drafter folder or hub name")
+    prompts: tuple[Path, ...] = Field(min_length=1, description="prompt files (.jsonl or plain text), one set each")
+    num_prompts: Annotated[Count | None, OrNone] = Field(None, description="prompts per set; unset takes all")
+    max_num_seqs: Count = Field(8, description="prompts that are decoded at the same time")

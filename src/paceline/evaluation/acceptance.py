@@ -1,0 +1,187 @@
+"""Served acceptance: runs the engine over prompt sets and counts what was accepted. Never simulated.
+
+Report per set, never one pooled number: acceptance depends on the text. The interval is a bootstrap over prompts, since
+the steps of one prompt are not independent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from paceline.errors import CapacityError, NumericError, RequestError
+from paceline.evaluation.prompts import Prompt, encode_prompt
+from paceline.evaluation.statistics import bootstrap_acceptance_length
+from paceline.trace.acceptance import AcceptanceSummary
+
+if TYPE_CHECKING:
+    from paceline.checkpoint.tokenizer import TextTokenizer
+    from paceline.engine.engine import Engine
+    from paceline.engine.request import RequestResult, SamplingParameters
+    from paceline.trace.step import StepRecord
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where an evaluation stands, after each answer."""
+
+    num_answers: int
+    num_answers_in_all: int
+    num_output_tokens: int
+    acceptance_length: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answered turn of a prompt."""
+
+    prompt_id: str
+    turn: int
+    result: RequestResult
+
+
+@dataclass(frozen=True)
+class SetAcceptance:
+    """Acceptance on one prompt set.
+
+    Args:
+        name: of the set.
+        num_prompts: prompts; each may have several answers.
+        num_output_tokens: tokens delivered, the first of each answer included.
+        summary: all counts and rates.
+        low: lower end of the 95 % bootstrap interval of the acceptance length, over prompts.
+        high: its upper end.
+        answers: every answer, in the order of the prompts.
+    """
+
+    name: str
+    num_prompts: int
+    num_output_tokens: int
+    summary: AcceptanceSummary
+    low: float
+    high: float
+    answers: tuple[Answer, ...]
+
+    def to_dict(self) -> dict[str, object]:
+        """The figures of the set, without its answers, as plain JSON values."""
+        return {
+            "set": self.name,
+            "num_prompts": self.num_prompts,
+            "num_answers": len(self.answers),
+            "num_output_tokens": self.num_output_tokens,
+            "low": self.low,
+            "high": self.high,
+            "simulated": False,
+            **self.summary.to_dict(),
+        }
+
+
+def evaluate_set(
+    engine: Engine,
+    tokenizer: TextTokenizer,
+    name: str,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParameters,
+    *,
+    system: str | None = None,
+    raw: bool = False,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> SetAcceptance:
+    """Answer every turn of every prompt and count acceptance.
+
+    Args:
+        engine: with a drafter; nothing else may run on it meanwhile.
+        tokenizer: the target's.
+        name: of the set.
+        prompts: what to answer; later turns see the answers to earlier ones.
+        sampling: for each answer. With a seed, answer i of the set uses seed + i, so that their draws differ.
+        system: system message for prompts that bring none.
+        raw: leave the chat template out.
+        on_progress: called after each answer.
+
+    Returns:
+        The set's figures.
+
+    Raises:
+        RequestError: a prompt cannot be asked as it stands.
+        CapacityError: a prompt does not fit the context.
+        NumericError: an answer ended in an error.
+    """
+    first_answer = [sum(prompt.num_turns for prompt in prompts[:index]) for index in range(len(prompts))]
+    running: dict[str, int] = {}
+    texts: list[list[str]] = [[] for _ in prompts]
+    answers: list[list[Answer]] = [[] for _ in prompts]
+    steps: list[StepRecord] = []
+    num_answers_in_all = sum(prompt.num_turns for prompt in prompts)
+
+    def ask(index: int) -> None:
+        turn = len(texts[index])
+        own = sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + first_answer[index] + turn)
+        running[_add(engine, tokenizer, prompts[index], texts[index], own, system=system, raw=raw)] = index
+
+    for index in range(len(prompts)):
+        ask(index)
+    while engine.has_unfinished():
+        for delta in engine.step():
+            if delta.finish_reason is None:
+                continue
+            index = running.pop(delta.request_id)
+            result = engine.result(delta.request_id)
+            prompt = prompts[index]
+            if result.finish_reason == "error":
+                raise NumericError(f"the answer to prompt {prompt.id!r} ended in an error", origin={"set": name})
+            answers[index].append(Answer(prompt.id, len(texts[index]), result))
+            texts[index].append(result.text)
+            steps += result.trace.records
+            if len(texts[index]) < prompt.num_turns:
+                ask(index)
+            if on_progress is not None:
+                done = [answer for group in answers for answer in group]
+                on_progress(
+                    Progress(
+                        num_answers=len(done),
+                        num_answers_in_all=num_answers_in_all,
+                        num_output_tokens=sum(len(answer.result.token_ids) for answer in done),
+                        acceptance_length=AcceptanceSummary.from_steps(steps).acceptance_length,
+                    )
+                )
+    return summarise(name, answers)
+
+
+def summarise(name: str, answers: Sequence[Sequence[Answer]]) -> SetAcceptance:
+    """Figures of a set from the answers of each of its prompts."""
+    flat = tuple(answer for group in answers for answer in group)
+    per_prompt = [
+        AcceptanceSummary.from_steps(record for answer in group for record in answer.result.trace.records)
+        for group in answers
+    ]
+    low, high = bootstrap_acceptance_length(
+        [summary.num_accepted for summary in per_prompt], [summary.num_steps for summary in per_prompt]
+    )
+    return SetAcceptance(
+        name=name,
+        num_prompts=len(answers),
+        num_output_tokens=sum(len(answer.result.token_ids) for answer in flat),
+        summary=AcceptanceSummary.from_steps(record for answer in flat for record in answer.result.trace.records),
+        low=low,
+        high=high,
+        answers=flat,
+    )
+
+
+def _add(
+    engine: Engine,
+    tokenizer: TextTokenizer,
+    prompt: Prompt,
+    texts: Sequence[str],
+    sampling: SamplingParameters,
+    *,
+    system: str | None,
+    raw: bool,
+) -> str:
+    ids = encode_prompt(prompt, tokenizer, answers=texts, system=system, raw=raw)
+    try:
+        return engine.add_request(ids, sampling)
+    except (RequestError, CapacityError) as error:
+        raise type(error)(f"prompt {prompt.id!r}: {error.message}", origin=error.origin, hint=error.hint) from error

@@ -1,0 +1,56 @@
+"""What a target class can do for a drafter, declared by the class and checked against its machinery."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Protocol, runtime_checkable
+
+from paceline.checkpoint.contract import AuxHiddenStream, CaptureId
+from paceline.errors import CompatibilityError
+
+
+@runtime_checkable
+class SupportsEagle3(Protocol):
+    """A target whose residual stream can be tapped at any layer boundary during its forward pass.
+
+    The name is the field's: EAGLE-3 introduced the interface, and every hidden-state drafter uses it.
+    """
+
+    supports_eagle3: ClassVar[bool]
+    aux_hidden_streams: ClassVar[frozenset[AuxHiddenStream]]
+
+    @property
+    def capture_ids(self) -> range:
+        """Every id that can be tapped, from 0 (embedding) to the number of layers."""
+        ...
+
+    def default_capture_ids(self) -> tuple[CaptureId, ...]:
+        """The ids that EAGLE-3 uses where a drafter names none."""
+        ...
+
+
+_MACHINERY = ("capture_ids", "default_capture_ids", "aux_hidden_streams", "forward")
+
+
+def supports_eagle3(model: object) -> bool:
+    """Whether a target class or instance both declares the capability and has what it takes."""
+    return getattr(model, "supports_eagle3", False) is True and all(hasattr(model, name) for name in _MACHINERY)
+
+
+def require_taps(model: object, stream: AuxHiddenStream) -> None:
+    """Refuse a target that cannot be tapped, or not in the stream that the drafter was trained on.
+
+    Raises:
+        CompatibilityError: names the class and what to do.
+    """
+    name = type(model).__name__
+    if not supports_eagle3(model):
+        raise CompatibilityError(
+            f"Model does not support EAGLE3 interface: {name} offers no taps of its hidden states",
+            hint="a target class that sets `supports_eagle3 = True` and feeds a TapCollector, or run without a drafter",
+        )
+    available: frozenset[str] = getattr(model, "aux_hidden_streams", frozenset())
+    if stream not in available:
+        raise CompatibilityError(
+            f"the drafter reads the {stream!r} stream; {name} offers {sorted(available)}",
+            hint="the target that the drafter's config names",
+        )

@@ -1,0 +1,161 @@
+"""Blocks that targets and drafters share: linear, norm, rotary positions, attention, MLP, decoder layer.
+
+B requests, T tokens, D width, N query heads, M key/value heads, H head size, I MLP width.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor, nn
+
+from paceline.ops.linear import can_pack, linear_packed, linear_row_invariant, pack_weight
+from paceline.ops.rms_norm import rms_norm
+from paceline.ops.rotary import apply_rotary
+
+LinearMode = Literal["plain", "packed", "row_invariant"]
+
+
+class Attend(Protocol):
+    """What a layer calls for attention: it stores or looks up keys and values, and mixes them.
+
+    A model computes queries, keys and values; where the keys live (a padded batch, a cache, a training block) is the
+    caller's business, so one network definition serves training, prefill and decoding.
+    """
+
+    def __call__(self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor) -> Tensor:
+        """Return [B, T, N, H]."""
+        ...
+
+
+class Linear(nn.Module):
+    """x @ W^T + b; `set_linear_mode` chooses the arithmetic (see `ops/linear.py`)."""
+
+    def __init__(self, in_size: int, out_size: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_size, in_size))
+        self.bias = nn.Parameter(torch.empty(out_size)) if bias else None
+        self.mode: LinearMode = "plain"
+        self._packed: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., in_size] to [..., out_size]."""
+        if self._packed is not None:
+            return linear_packed(x, self._packed, self.bias)
+        if self.mode == "row_invariant":
+            return linear_row_invariant(x, self.weight, self.bias)
+        return functional.linear(x, self.weight, self.bias)
+
+    def set_mode(self, mode: LinearMode) -> None:
+        """Switch the arithmetic; a weight that oneDNN cannot pack stays plain."""
+        self.mode = mode
+        self._packed = pack_weight(self.weight) if mode == "packed" and can_pack(self.weight) else None
+
+
+def set_linear_mode(model: nn.Module, mode: LinearMode) -> int:
+    """Set the arithmetic of every `Linear` in a model; returns how many are now packed."""
+    layers = [module for module in model.modules() if isinstance(module, Linear)]
+    for layer in layers:
+        layer.set_mode(mode)
+    return sum(layer._packed is not None for layer in layers)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with a learned gain."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        return rms_norm(x, self.weight, eps=self.eps)
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention with fused q/k/v projection and optional per-head q/k norms."""
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, num_kv_heads: int, head_size: int, *, eps: float, bias: bool, qk_norm: bool
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
+        self.q_size, self.kv_size = num_heads * head_size, num_kv_heads * head_size
+        self.qkv_proj = Linear(hidden_size, self.q_size + 2 * self.kv_size, bias=bias)
+        self.o_proj = Linear(self.q_size, hidden_size, bias=bias)
+        self.q_norm = RMSNorm(head_size, eps) if qk_norm else None
+        self.k_norm = RMSNorm(head_size, eps) if qk_norm else None
+
+    def forward(self, x_BTD: Tensor, table_BT2: Tensor, attend: Attend, layer: int, *, is_neox_style: bool) -> Tensor:
+        """Project, turn by position, attend, project back; x and the result are [B, T, D]."""
+        qkv = self.qkv_proj(x_BTD).unflatten(-1, (-1, self.head_size))
+        v = qkv[..., self.num_heads + self.num_kv_heads :, :]
+        if self.q_norm is not None and self.k_norm is not None:
+            q = self.q_norm(qkv[..., : self.num_heads, :])
+            k = self.k_norm(qkv[..., self.num_heads : self.num_heads + self.num_kv_heads, :])
+            qk = torch.cat((q, k), dim=-2)
+        else:
+            qk = qkv[..., : self.num_heads + self.num_kv_heads, :]
+        qk = apply_rotary(qk, table_BT2, is_neox_style=is_neox_style)
+        mixed = attend(layer, qk[..., : self.num_heads, :], qk[..., self.num_heads :, :], v)
+        projected: Tensor = self.o_proj(mixed.flatten(-2))
+        return projected
+
+    def context_kv(self, features: Tensor, table_2: Tensor, *, is_neox_style: bool) -> tuple[Tensor, Tensor]:
+        """Keys and values of given features, [..., D] to two of [..., M, H]: the drafter's context path."""
+        rows = slice(self.q_size, None)
+        bias = self.qkv_proj.bias[rows] if self.qkv_proj.bias is not None else None
+        kv = functional.linear(features, self.qkv_proj.weight[rows], bias).unflatten(-1, (-1, self.head_size))
+        k, v = kv[..., : self.num_kv_heads, :], kv[..., self.num_kv_heads :, :]
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        return apply_rotary(k, table_2, is_neox_style=is_neox_style), v
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate x) * up x) with fused gate and up projections."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Map [B, T, D] to [B, T, D]."""
+        gate, up = self.gate_up_proj(x_BTD).chunk(2, dim=-1)
+        y: Tensor = self.down_proj(functional.silu(gate) * up)
+        return y
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm decoder layer: attention and MLP, each added to the residual stream."""
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        intermediate_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        eps: float,
+        attention_bias: bool,
+        mlp_bias: bool,
+        qk_norm: bool,
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(hidden_size, eps)
+        self.self_attn = SelfAttention(
+            hidden_size, num_heads, num_kv_heads, head_size, eps=eps, bias=attention_bias, qk_norm=qk_norm
+        )
+        self.post_attention_layernorm = RMSNorm(hidden_size, eps)
+        self.mlp = GatedMLP(hidden_size, intermediate_size, bias=mlp_bias)
+
+    def forward(self, x_BTD: Tensor, table_BT2: Tensor, attend: Attend, layer: int, *, is_neox_style: bool = True) -> Tensor:
+        """Return the residual stream after this layer, a new tensor: the one handed in may have been tapped."""
+        y = self.self_attn(self.input_layernorm(x_BTD), table_BT2, attend, layer, is_neox_style=is_neox_style)
+        x_BTD = x_BTD + y
+        return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))

@@ -1,0 +1,199 @@
+"""From a name to a model that is ready to run: locate, read the contract, check the fit, load strictly, replay."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+from paceline.checkpoint.compatibility import check_fit
+from paceline.checkpoint.contract import DrafterContract, TargetContract
+from paceline.checkpoint.dialects import read_drafter_contract
+from paceline.checkpoint.gguf import open_gguf
+from paceline.checkpoint.locate import locate_drafter, locate_target
+from paceline.checkpoint.names import dense_target_destinations, dense_target_ignored, drafter_destinations
+from paceline.checkpoint.target_config import read_target_contract
+from paceline.checkpoint.tokenizer import TextTokenizer, open_tokenizer
+from paceline.checkpoint.weights import load_strict, open_safetensors, open_safetensors_file
+from paceline.errors import ConfigError
+from paceline.models.capabilities import require_taps
+from paceline.models.drafters.dflash import DFlashDrafter
+from paceline.models.drafters.table import DRAFTERS
+from paceline.models.fingerprint import check_fingerprint as replay
+from paceline.models.layers import LinearMode, set_linear_mode
+from paceline.models.positions import position_table
+from paceline.models.targets.dense import DenseTarget
+from paceline.models.targets.table import TARGETS
+from paceline.ops.linear import can_pack
+
+FINGERPRINT_FILE = "fingerprint.safetensors"
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadedTarget:
+    """A target with its promises, its tokenizer and the arithmetic of its linears."""
+
+    model: DenseTarget
+    contract: TargetContract
+    tokenizer: TextTokenizer
+    linear_mode: LinearMode
+
+
+@dataclass(frozen=True)
+class LoadedDrafter:
+    """A drafter that was checked against its target, and how many tokens it will propose per step."""
+
+    model: DFlashDrafter
+    contract: DrafterContract
+    num_draft_tokens: int
+
+
+def resolve_device(device: str) -> torch.device:
+    """Turn a name into a device; "auto" is the first GPU where there is one, else the CPU.
+
+    Raises:
+        ConfigError: a GPU was named that torch cannot see.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = torch.device(device)
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {device} was asked for; torch sees {torch.cuda.device_count()} GPUs", hint="--device cpu")
+    return chosen
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """Turn a name into a dtype; "auto" is bf16 where the device computes it natively, else float32."""
+    if dtype != "auto":
+        return DTYPES[dtype]
+    is_fast = device.type == "cuda" or can_pack(torch.empty(1, 1, dtype=torch.bfloat16))
+    return torch.bfloat16 if is_fast else torch.float32
+
+
+def load_target(
+    name: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    linear_mode: LinearMode | Literal["auto"] = "auto",
+    offline: bool = False,
+) -> LoadedTarget:
+    """Load a dense target.
+
+    Args:
+        name: folder, `.gguf` file, hub name or alias.
+        dtype: "auto", "bfloat16", "float16" or "float32".
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        linear_mode: "auto" packs bf16 weights on CPUs that have the instructions.
+        offline: never touch the network.
+    Raises:
+        CheckpointError: missing, damaged, incomplete or unsupported files.
+    """
+    path = locate_target(name, offline=offline)
+    contract = read_target_contract(path, name)
+    where = resolve_device(device)
+    model = empty_target(contract, resolve_dtype(dtype, where), where)
+    source = open_gguf(path) if path.suffix == ".gguf" else open_safetensors(path)
+    load_strict(
+        dict(model.named_parameters()),
+        source,
+        dense_target_destinations(contract),
+        ignored=dense_target_ignored(contract),
+    )
+    mode: LinearMode = linear_mode if linear_mode != "auto" else ("packed" if where.type == "cpu" else "plain")
+    num_packed = set_linear_mode(model, mode)
+    _log.info("target %s: %s on %s, %d packed linears", contract.name, model.norm.weight.dtype, where, num_packed)
+    return LoadedTarget(model, contract, open_tokenizer(path), mode)
+
+
+def load_drafter(
+    name: str,
+    target: LoadedTarget,
+    *,
+    num_draft_tokens: int | None = None,
+    check_fingerprint: bool = True,
+    offline: bool = False,
+) -> LoadedDrafter:
+    """Load a drafter for a loaded target, in the target's dtype, on its device and in its linear mode.
+
+    Args:
+        name: drafter folder or hub name.
+        target: what it will ride on.
+        num_draft_tokens: proposals per step; by default what it was trained for.
+        check_fingerprint: replay the stored probe; turn off only to study a mismatch.
+        offline: never touch the network.
+    Raises:
+        CheckpointError: missing, damaged, incomplete or unsupported files.
+        CompatibilityError: it does not fit this target; says in what.
+    """
+    folder = locate_drafter(name, offline=offline)
+    contract = read_drafter_contract(folder)
+    check_fit(contract, target.contract, num_draft_tokens=num_draft_tokens)
+    require_taps(target.model, contract.aux_hidden_stream)
+    weight = target.model.norm.weight
+    drafter = empty_drafter(contract, weight.dtype, weight.device)
+    load_strict(drafter.checkpoint_parameters(), open_safetensors(folder), drafter_destinations(contract))
+    if check_fingerprint:
+        _replay_stored(folder, target, drafter)
+    drafter.backbone.prepare_for_serving(target.linear_mode)
+    capture_text = ", ".join(str(layer) for layer in contract.target_layer_ids)
+    _log.info("drafter %s: taps after layers %s, stream %s", folder.name, capture_text, contract.aux_hidden_stream)
+    return LoadedDrafter(drafter, contract, num_draft_tokens or contract.num_draft_tokens)
+
+
+def empty_target(contract: TargetContract, dtype: torch.dtype, device: torch.device) -> DenseTarget:
+    """A target whose weights are not yet set, without paying for an initialisation."""
+    with torch.device("meta"):
+        model = TARGETS[contract.architecture](contract)
+    _materialise(model, dtype, device)
+    if contract.tie_word_embeddings:
+        model.lm_head.weight = model.embed_tokens.weight
+    table = position_table(contract.rope, contract.head_size, contract.max_position_embeddings)
+    model.position_table = table.to(device)
+    return model.eval()
+
+
+def empty_drafter(contract: DrafterContract, dtype: torch.dtype, device: torch.device) -> DFlashDrafter:
+    """A drafter whose weights are not yet set."""
+    with torch.device("meta"):
+        drafter = DRAFTERS[contract.family](contract)
+    _materialise(drafter, dtype, device)
+    table = position_table(contract.rope, contract.head_size, contract.max_position_embeddings)
+    drafter.backbone.position_table = table.to(device)
+    return drafter.eval()
+
+
+def initialise_drafter(contract: DrafterContract, device: torch.device, *, seed: int) -> DFlashDrafter:
+    """An untrained drafter in float32: matrices N(0, 0.02), gains 1, the same on every device."""
+    drafter = empty_drafter(contract, torch.float32, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.02, generator=generator)
+            else:
+                parameter.fill_(1.0)
+    return drafter.requires_grad_(True).to(device)
+
+
+def _materialise(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    model.to(dtype).to_empty(device=device)
+    model.requires_grad_(False)
+
+
+def _replay_stored(folder: Path, target: LoadedTarget, drafter: DFlashDrafter) -> None:
+    path = folder / FINGERPRINT_FILE
+    if not path.is_file():
+        _log.warning("%s has no fingerprint: its taps cannot be checked against this target", folder)
+        return
+    source = open_safetensors_file(path)
+    stored = {name: source.load(name) for name in source.names()}
+    replay(target.model, drafter, stored)
+

@@ -1,0 +1,46 @@
+"""Matrix product with a weight, in three arithmetics: plain, packed for oneDNN, and row-invariant. T rows, I in, O out.
+
+`packed` reorders the weight once into oneDNN's blocked layout; on a CPU with bf16 instructions this halves the time of
+a decode step. `row_invariant` gives a row the same bits whatever its neighbours and their number: it cuts every call
+into tiles of exactly 16 rows, so the library always sees one shape. Tests of "identical ids" run in that mode.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+ROW_TILE = 16
+_PACK_BATCH_HINT = 16  # measured best for 1 to 16 rows; packing for one row is slower even at one row
+
+
+def can_pack(weight_OI: Tensor) -> bool:
+    """Whether this build and processor run oneDNN's packed product on this weight (CPU, bf16, native instructions)."""
+    return (
+        weight_OI.device.type == "cpu"
+        and weight_OI.dtype == torch.bfloat16
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+
+
+def pack_weight(weight_OI: Tensor) -> Tensor:
+    """Reorder a weight into oneDNN's layout; the result is opaque and only fit for `linear_packed`."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous(), _PACK_BATCH_HINT)
+
+
+def linear_packed(x_TI: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
+    """x @ W^T + b with a weight from `pack_weight`; x is [..., I] in bf16."""
+    return torch.ops.mkldnn._linear_pointwise(x_TI, packed, bias_O, "none", [], "")
+
+
+def linear_row_invariant(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """x @ W^T + b in tiles of exactly `ROW_TILE` rows, so that no row's bits depend on how many rows there are."""
+    rows = x_TI.reshape(-1, x_TI.shape[-1])
+    missing = -rows.shape[0] % ROW_TILE
+    padded = functional.pad(rows, (0, 0, 0, missing)) if missing else rows
+    tiles = [functional.linear(tile, weight_OI, bias_O) for tile in padded.split(ROW_TILE)]
+    return torch.cat(tiles)[: rows.shape[0]].reshape(*x_TI.shape[:-1], weight_OI.shape[0])

@@ -1,0 +1,123 @@
+"""Counter-based noise: every random number is a pure function of (seed, position, step, token id, domain).
+
+    hash32  = MurmurHash3 x86-32 of the little-endian words [seed low, seed high, position, token], seeded with domain
+    uniform = hi16 * 2^-16 + (lo16 + 1/2) * 2^-32       float32, inside the open interval (0, 1)
+    gumbel  = -ln(-ln(1 - uniform))                     float32, in [-2.812, 22.874]
+
+No generator holds state, so a draw does not know in which batch, slot or lane it was made, and a CUDA graph replays it
+with new keys. The three domains are separate streams by construction: verification is lossless only if the draft
+draw, the acceptance draw and the residual draw of one position are independent. Noise is keyed by token id: a token
+draws the same noise wherever it stands in a candidate list or a vocabulary shard.
+
+torch has no arithmetic on uint32; the words live in int64 and are cut back to 32 bits after every step that can grow
+them. A product of two 32-bit words may wrap int64, which leaves its low 32 bits right.
+
+Source: spec of the random streams, sampling.md section 2.4; MurmurHash3 by Austin Appleby (public domain algorithm).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TARGET = 0
+ACCEPT = 0x4143_4350
+DRAFT = 0x4452_4654
+
+_WORD = 0xFFFF_FFFF
+_LARGEST_BELOW_ONE = 1.0 - 2.0**-24
+
+
+def _rotate_left(word: Tensor, count: int) -> Tensor:
+    return ((word << count) | (word >> (32 - count))) & _WORD
+
+
+def _scramble(word: Tensor) -> Tensor:
+    word = (word * 0xCC9E_2D51) & _WORD
+    return (_rotate_left(word, 15) * 0x1B87_3593) & _WORD
+
+
+def _absorb(state: Tensor, scrambled: Tensor) -> Tensor:
+    return (_rotate_left(state ^ scrambled, 13) * 5 + 0xE654_6B64) & _WORD
+
+
+def _finish(state: Tensor) -> Tensor:
+    state = state ^ 16  # the message is always 16 bytes long
+    state = ((state ^ (state >> 16)) * 0x85EB_CA6B) & _WORD
+    state = ((state ^ (state >> 13)) * 0xC2B2_AE35) & _WORD
+    return state ^ (state >> 16)
+
+
+def hash32(seed: Tensor, position: Tensor, token: Tensor, domain: int = TARGET) -> Tensor:
+    """Hash a key to 32 bits; the arguments broadcast against each other.
+
+    Args:
+        seed: int64, all 64 bits count, negative values included.
+        position: int64, its low 32 bits count.
+        token: int64, its low 32 bits count.
+        domain: initial state of the hash: TARGET, ACCEPT or DRAFT.
+
+    Returns:
+        int64 tensor of values in [0, 2^32).
+    """
+    # Only the last word differs along a vocabulary; the three before it are hashed once per row, before broadcasting.
+    state = _absorb(torch.full_like(seed, domain), _scramble(seed & _WORD))
+    state = _absorb(state, _scramble((seed >> 32) & _WORD))
+    state = _absorb(state, _scramble(position & _WORD))
+    return _finish(_absorb(state, _scramble(token & _WORD)))
+
+
+def uniform_from_hash(word: Tensor) -> Tensor:
+    """Map 32-bit words to float32 inside (0, 1), finely resolved near 0.
+
+    Args:
+        word: int64 values in [0, 2^32) from `hash32`.
+
+    Returns:
+        float32 in [2^-33, 1 - 2^-24]; the topmost words would round to 1.0 and are held below it.
+    """
+    value = (word >> 16).float() * 2.0**-16 + ((word & 0xFFFF).float() + 0.5) * 2.0**-32
+    return value.clamp(max=_LARGEST_BELOW_ONE)
+
+
+def gumbel_from_hash(word: Tensor) -> Tensor:
+    """Map 32-bit words to Gumbel(0, 1) noise, float32.
+
+    The large values, which win an argmax, come from uniforms near 0, where float32 is finely resolved. The usual form
+    -ln(-ln u) tops out at 16.6 and can never pick a token 17 nats down.
+
+    Args:
+        word: int64 values in [0, 2^32) from `hash32`.
+    """
+    return -torch.log(-torch.log1p(-uniform_from_hash(word)))
+
+
+def mix_step(seed: Tensor, step: Tensor) -> Tensor:
+    """Xor the step index into the high word of a seed, so that a position drafted again draws afresh.
+
+    Args:
+        seed: int64.
+        step: int64, a request's own step counter, never a batch-wide one.
+    """
+    return seed ^ (step << 32)
+
+
+def gumbel_noise(
+    seed_R: Tensor, position_R: Tensor, vocab_size: int, *, domain: int, step_R: Tensor | None = None
+) -> Tensor:
+    """Draw one Gumbel value per row and token id.
+
+    Args:
+        seed_R: int64 request seeds.
+        position_R: int64 absolute position just before the token that is drawn.
+        vocab_size: number of token ids, V.
+        domain: TARGET, ACCEPT or DRAFT.
+        step_R: int64 step index to mix into the seed; None leaves the seed alone.
+
+    Returns:
+        float32 [R, V].
+    """
+    if step_R is not None:
+        seed_R = mix_step(seed_R, step_R)
+    token_V = torch.arange(vocab_size, device=seed_R.device)
+    return gumbel_from_hash(hash32(seed_R.unsqueeze(-1), position_R.unsqueeze(-1), token_V, domain))

@@ -1,0 +1,26 @@
+"""Root-mean-square norm: x * w / sqrt(mean(x^2) + eps), statistics in float32, returned in x's dtype. D width."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+
+def rms_norm_reference(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """The definition: everything in float32, one rounding at the end."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight_D.float()).to(x.dtype)
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, *, eps: float) -> Tensor:
+    """Normalise the last dimension to unit root mean square and scale it.
+
+    Args:
+        x: [..., D], any float dtype.
+        weight_D: gain, plain (not `1 + w`); cast to x's dtype.
+        eps: added to the mean square.
+    Returns:
+        [..., D] in x's dtype. torch's fused operation keeps the statistics in float32 for 16-bit inputs.
+    """
+    return functional.rms_norm(x, (x.shape[-1],), weight_D.to(x.dtype), eps)

@@ -1,0 +1,384 @@
+"""A whole training run: data in, held-out measurements and checkpoints on the way, a drafter folder at the end."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from paceline.checkpoint.contract import DrafterContract, TargetContract, TargetLayerId
+from paceline.checkpoint.dialects import default_target_layer_ids
+from paceline.checkpoint.export import split_fused, write_drafter_folder
+from paceline.checkpoint.names import drafter_destinations
+from paceline.checkpoint.weights import write_text_atomic
+from paceline.configuration.load import to_toml
+from paceline.configuration.run import TrainRun
+from paceline.errors import ConfigError, NumericError
+from paceline.models.drafters.dflash import DFlashDrafter
+from paceline.models.fingerprint import record_fingerprint
+from paceline.models.loading import LoadedTarget, initialise_drafter, resolve_device
+from paceline.training.data import Batch, BatchOrder, Conversations, join, read_conversations, split_held_out
+from paceline.training.features import TargetFeatures
+from paceline.training.interrupt import StopRequest
+from paceline.training.objective import Objective
+from paceline.training.optimizer import RateSchedule, make_optimizer
+from paceline.training.resume import Progress, latest_checkpoint, load_state, save_state
+from paceline.training.simulate import simulate
+from paceline.training.step import StepResult, StepSettings, train_step
+from paceline.training.tracking import MetricsFile
+
+_log = logging.getLogger(__name__)
+
+_REPORT_EVERY = 20  # steps between two rows of metrics
+_MOST_BAD_STEPS = 3  # non-finite steps in a row before the run stops
+_PROBE_TOKENS = 48
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        step: steps done.
+        is_finished: false if it was stopped early; then `checkpoint` resumes it.
+        checkpoint: newest saved state.
+        drafter: exported folder, if finished.
+    """
+
+    step: int
+    is_finished: bool
+    checkpoint: Path | None
+    drafter: Path | None
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Conversations to train on, and those held out, by file."""
+
+    train: Conversations
+    held_out: Mapping[str, Conversations]
+
+
+def read_data(run: TrainRun, target: LoadedTarget) -> TrainingData:
+    """Read and split every file of a run.
+
+    Raises:
+        DataError: names the file and what is wrong with it.
+    """
+    train, held_out = [], {}
+    for path in run.data.files:
+        encoder = target.tokenizer if target.tokenizer.has_chat_template else None
+        conversations = read_conversations(path, vocab_size=target.contract.vocab_size, encoder=encoder)
+        learned, kept = split_held_out(conversations, run.data.hold_out)
+        train.append(learned)
+        held_out[path.name] = kept
+    return TrainingData(join(train), held_out)
+
+
+def drafter_contract(run: TrainRun, target: TargetContract) -> DrafterContract:
+    """What the drafter of a run will promise; its heads and RoPE are the target's.
+
+    Raises:
+        ConfigError: a tap or the mask id does not exist in this target.
+    """
+    asked = run.drafter
+    layers = asked.target_layer_ids or default_target_layer_ids(target.num_layers, asked.num_taps)
+    if layers[-1] >= target.num_layers - 1:
+        raise ConfigError(
+            f"drafter.target_layer_ids ends at {layers[-1]}; the target has {target.num_layers} layers, "
+            f"of which {target.num_layers - 2} is the last that can be tapped",
+            hint="leave target_layer_ids out to spread the taps",
+        )
+    if asked.mask_token_id >= target.vocab_size:
+        raise ConfigError(f"drafter.mask_token_id {asked.mask_token_id} is outside the vocabulary of {target.vocab_size}")
+    return DrafterContract(
+        family="dflash",
+        origin=str(run.output),
+        target_name=target.name,
+        target_num_layers=target.num_layers,
+        target_hidden_size=target.hidden_size,
+        target_vocab_size=target.vocab_size,
+        target_layer_ids=tuple(TargetLayerId(layer) for layer in layers),
+        aux_hidden_stream="prefix",
+        has_tap_norm=asked.tap_norm,
+        block_size=asked.block_size,
+        layout="fill_in",
+        mask_token_id=asked.mask_token_id,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=target.vocab_size,
+        num_layers=asked.num_layers,
+        hidden_size=target.hidden_size,
+        intermediate_size=asked.intermediate_size,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_size=target.head_size,
+        rms_norm_eps=target.rms_norm_eps,
+        attention_bias=False,
+        rope=target.rope,
+        is_neox_style=True,
+        max_position_embeddings=target.max_position_embeddings,
+        layer_windows=(None,) * asked.num_layers,
+        layer_causal=(False,) * asked.num_layers,
+        input_embedding_scale=1.0,
+        output_multiplier=1.0,
+        final_logit_softcapping=None,
+        draft_sample_method=asked.draft_sample_method,
+        dtype="bfloat16",
+    )
+
+
+def train(run: TrainRun, target: LoadedTarget, *, resume: bool = False) -> Outcome:
+    """Run to the end, or to the first request to stop.
+
+    Args:
+        run: validated settings.
+        target: loaded with plain linears on the run's device.
+        resume: continue from the newest checkpoint in the output folder.
+    Raises:
+        ConfigError: the output folder holds another run, or nothing to resume.
+        DataError: data that cannot be used.
+        NumericError: the loss stayed non-finite; the last finite state is on disk.
+        CapacityError: the disk is full.
+    """
+    data = read_data(run, target)
+    return _Run(run, target, data).execute(resume=resume)
+
+
+class _Run:
+    """The parts of one run, put together once."""
+
+    def __init__(self, run: TrainRun, target: LoadedTarget, data: TrainingData) -> None:
+        self.run, self.target, self.data = run, target, data
+        self.device = resolve_device(run.device)
+        is_gpu = self.device.type == "cuda"
+        weights = run.objective.loss_weights
+        self.settings = StepSettings(
+            objective=Objective(
+                kl=weights.get("kl", 0.0),
+                ce=weights.get("ce", 0.0),
+                gamma=run.objective.gamma,
+                chunk_rows=run.objective.chunk_rows,
+                compiled=is_gpu,
+            ),
+            num_anchors=run.schedule.num_anchors,
+            block_size=run.drafter.block_size,
+            clip_norm=run.optimizer.clip_norm,
+            mixed_precision=is_gpu,
+        )
+        self.contract = drafter_contract(run, target.contract)
+        self.drafter = initialise_drafter(self.contract, self.device, seed=run.seed)
+        self.features = TargetFeatures(target.model, self.contract.target_layer_ids)
+        self.optimizer = make_optimizer(
+            self.drafter, weight_decay=run.optimizer.weight_decay, betas=run.optimizer.betas
+        )
+        self.rates = RateSchedule(
+            run.optimizer.learning_rate,
+            run.schedule.num_steps,
+            run.optimizer.warmup_share,
+            run.optimizer.decay_share,
+            run.optimizer.final_share,
+        )
+        lengths = np.minimum(np.diff(data.train.starts), run.data.max_length)
+        self.order = BatchOrder(lengths, run.schedule.batch_size, run.seed)
+        self.checkpoints = run.output / "checkpoints"
+
+    def execute(self, *, resume: bool) -> Outcome:
+        """Train, evaluate, save, export."""
+        run = self.run
+        progress = self._start(resume)
+        metrics = MetricsFile(run.output / "metrics.jsonl", resume_step=progress.step if resume else None)
+        checkpoint = latest_checkpoint(self.checkpoints)
+        bad_in_a_row = 0
+        meter = _Meter(progress.step, run.schedule.num_steps)
+        with StopRequest() as stop, ThreadPoolExecutor(1) as loader:
+            for step, batches in self._batches(progress.step, loader):
+                result = self._step(step, batches)
+                is_finite = bool(result.is_finite)
+                bad_in_a_row = 0 if is_finite else bad_in_a_row + 1
+                progress = Progress(step + 1, progress.num_updates + is_finite)
+                meter.add(result)
+                done = progress.step == run.schedule.num_steps
+                if progress.step % _REPORT_EVERY == 0 or done or not is_finite:
+                    metrics.append(meter.row(progress.step, self.rates.rate(step)))
+                if bad_in_a_row == _MOST_BAD_STEPS:
+                    raise self._gave_up(step, batches)
+                if progress.step % run.evaluate.every == 0 or done:
+                    metrics.append(self._evaluate(progress.step))
+                if progress.step % run.checkpoint.every == 0 or done or stop.is_set:
+                    checkpoint = self._save(progress)
+                if stop.is_set and not done:
+                    return Outcome(progress.step, False, checkpoint, None)
+        return Outcome(progress.step, True, checkpoint, self._export(progress.step))
+
+    def _start(self, resume: bool) -> Progress:
+        """Prepare the output folder and, if asked, restore the newest state."""
+        latest = latest_checkpoint(self.checkpoints)
+        if resume and latest is None:
+            raise ConfigError(f"nothing to resume: no checkpoint in {self.checkpoints}", hint="start without --resume")
+        if not resume and latest is not None:
+            raise ConfigError(
+                f"{self.run.output} already holds a run, saved at {latest.name}",
+                hint="--resume to continue it, or another output folder",
+            )
+        self.run.output.mkdir(parents=True, exist_ok=True)
+        write_text_atomic(self.run.output / "config.toml", to_toml(self.run))
+        supervised = self.data.train.num_supervised
+        _log.info(
+            "%d conversations, %d supervised tokens, %d batches per epoch, %d trainable parameters",
+            len(self.data.train), supervised, self.order.batches_per_epoch, sum(p.numel() for p in self.drafter.parameters()),
+        )
+        if latest is None or not resume:
+            return Progress(0, 0)
+        progress = load_state(latest, self.drafter, self.optimizer, self._identity())
+        _log.info("resumed at step %d from %s", progress.step, latest)
+        return progress
+
+    def _batches(self, first_step: int, loader: ThreadPoolExecutor) -> Iterator[tuple[int, list[Batch]]]:
+        """Batches of every step from `first_step` on, the next one being read while this one trains."""
+        parts = self.run.schedule.accumulation
+
+        def read(step: int) -> list[Batch]:
+            indices = [self.order(step * parts + part) for part in range(parts)]
+            return [self.data.train.batch(rows, self.run.data.max_length) for rows in indices]
+
+        upcoming = loader.submit(read, first_step)
+        for step in range(first_step, self.run.schedule.num_steps):
+            batches = upcoming.result()
+            upcoming = loader.submit(read, step + 1)
+            yield step, batches
+
+    def _step(self, step: int, batches: list[Batch]) -> StepResult:
+        def generator(part: int) -> torch.Generator:
+            mixed = np.random.SeedSequence([self.run.seed, step, part]).generate_state(1, np.uint64)[0]
+            return torch.Generator().manual_seed(int(mixed) & (2**63 - 1))
+
+        return train_step(
+            self.drafter, self.features, self.optimizer, batches, generator, self.rates.rate(step), self.settings
+        )
+
+    def _evaluate(self, step: int) -> dict[str, object]:
+        """Simulated acceptance on held-out conversations, file by file."""
+        wanted = self.run.evaluate.num_conversations // max(len(self.data.held_out), 1)
+        row: dict[str, object] = {"kind": "evaluate", "step": step}
+        for name, conversations in self.data.held_out.items():
+            chosen = conversations.select(range(min(wanted, len(conversations))))
+            if len(chosen) == 0:
+                continue
+            found = simulate(
+                self.drafter,
+                self.features,
+                chosen,
+                batch_size=self.run.evaluate.batch_size,
+                max_length=self.run.data.max_length,
+                mixed_precision=self.settings.mixed_precision,
+            )
+            row[name] = {
+                "acceptance_length": found.acceptance_length,
+                "all_anchor_length": found.all_anchor_length,
+                "per_position": found.per_position,
+                "num_conversations": len(chosen),
+            }
+            _log.info(
+                "step %d held out %s: acceptance length %.3f (all anchors %.3f)",
+                step, name, found.acceptance_length, found.all_anchor_length,
+            )
+        return row
+
+    def _save(self, progress: Progress) -> Path:
+        keep = self.run.checkpoint.keep
+        return save_state(self.checkpoints, self.drafter, self.optimizer, progress, self._identity(), keep=keep)
+
+    def _export(self, step: int) -> Path:
+        """Write the drafter folder, in bf16, with the fingerprint of the target that it was trained on."""
+        exported = DFlashDrafter(self.contract).to(self.device, torch.bfloat16)
+        exported.backbone.position_table = self.drafter.backbone.position_table
+        exported.load_state_dict(self.drafter.state_dict())
+        probe_source = next((c for c in self.data.held_out.values() if len(c)), self.data.train)
+        start, end = int(probe_source.starts[0]), int(probe_source.starts[1])
+        probe = [int(token) for token in probe_source.tokens[start : min(end, start + _PROBE_TOKENS)]]
+        folder = self.run.output / "drafter"
+        write_drafter_folder(
+            folder,
+            self.contract,
+            split_fused(exported.checkpoint_parameters(), drafter_destinations(self.contract)),
+            record_fingerprint(self.target.model, exported, probe),
+            {"step": step, **self._identity()},
+        )
+        return folder
+
+    def _identity(self) -> dict[str, object]:
+        """What makes two attempts the same run: settings that change the numbers, data, target."""
+        settings = self.run.model_dump(mode="json", exclude={"output", "device", "evaluate", "checkpoint"})
+        settings["data"].pop("files")
+        flat = {f"{section}.{key}": v for section, values in settings.items() if isinstance(values, dict) for key, v in values.items()}
+        digest = hashlib.sha256()
+        for parameter in (self.target.model.embed_tokens.weight, self.target.model.layers[-1].mlp.down_proj.weight):
+            digest.update(parameter.detach().float().cpu().numpy().tobytes())
+        return {
+            **flat,
+            "seed": self.run.seed,
+            "data_sha256": self.data.train.fingerprint(),
+            "target_weights_sha256": digest.hexdigest(),
+        }
+
+    def _gave_up(self, step: int, batches: list[Batch]) -> NumericError:
+        dump = self.run.output / f"non-finite-step-{step}.json"
+        write_text_atomic(dump, json.dumps([batch.token_ids_BS.tolist() for batch in batches]))
+        return NumericError(
+            f"loss or gradient was not finite for {_MOST_BAD_STEPS} steps in a row, last at step {step}",
+            origin={"token ids": dump, "run": self.run.output},
+            hint="a smaller optimizer.learning_rate, resumed from the last checkpoint",
+        )
+
+
+class _Meter:
+    """Sums between two rows of metrics, and the time left."""
+
+    def __init__(self, first_step: int, num_steps: int) -> None:
+        self._num_steps, self._first_step, self._began = num_steps, first_step, time.perf_counter()
+        self._reset()
+
+    def add(self, result: StepResult) -> None:
+        """Take in one step."""
+        self._results.append(result)
+
+    def row(self, step: int, rate: float) -> dict[str, object]:
+        """One row over the steps since the last, which is also logged."""
+        now = time.perf_counter()
+        results, seconds = self._results, now - self._since
+        correct = torch.stack([r.correct_Q for r in results]).sum(0).tolist()
+        counted = torch.stack([r.counted_Q for r in results]).sum(0).tolist()
+        loss = float(torch.stack([r.loss for r in results]).mean())
+        norm = float(torch.stack([r.gradient_norm for r in results]).mean())
+        tokens_per_second = sum(r.num_tokens for r in results) / seconds
+        left = (now - self._began) / (step - self._first_step) * (self._num_steps - step)
+        accuracy = [c / n if n else None for c, n in zip(correct[1:], counted[1:], strict=True)]
+        first = f"{accuracy[0]:.3f}" if accuracy and accuracy[0] is not None else "-"
+        _log.info(
+            "step %d/%d loss %.4f first-row accuracy %s rate %.2e %.0f tok/s, %.0f s left",
+            step, self._num_steps, loss, first, rate, tokens_per_second, left,
+        )
+        self._reset()
+        return {
+            "kind": "train",
+            "step": step,
+            "loss": loss,
+            "gradient_norm": norm,
+            "rate": rate,
+            "tokens_per_second": tokens_per_second,
+            "num_rows": sum(counted),
+            "num_bad_steps": sum(not bool(r.is_finite) for r in results),
+            "accuracy_by_row": accuracy,
+        }
+
+    def _reset(self) -> None:
+        self._results: list[StepResult] = []
+        self._since = time.perf_counter()

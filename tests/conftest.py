@@ -1,0 +1,36 @@
+"""One thread, fixed seeds and no settings from outside for every test, whatever order they run in."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Set before torch is imported: thread pools are sized once.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+# Times vary with the machine, and a red build must be reproducible from its log alone.
+settings.register_profile(
+    "paceline", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], max_examples=50
+)
+settings.load_profile("paceline")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_and_a_fixed_seed() -> None:
+    """Tests that never load torch do not pay for it."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A developer's own variables must not change a result."""
+    for name in [name for name in os.environ if name.startswith("PACELINE_") or name == "NO_COLOR"]:
+        monkeypatch.delenv(name)

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import ShapeError
+from paceline.ops import target_distribution
+from paceline.ops.target_distribution import effective_temperature, process_logits
+
+
+def process(
+    logits: torch.Tensor,
+    *,
+    temperature: float | list[float] = 1.0,
+    top_k: int | list[int] = 0,
+    top_p: float | list[float] = 1.0,
+    min_p: float | list[float] = 0.0,
+    **flags: bool | int | None,
+) -> torch.Tensor:
+    num_rows = logits.shape[0]
+
+    def column(value: float | list[float]) -> torch.Tensor:
+        return torch.tensor(value if isinstance(value, list) else [value] * num_rows)
+
+    return process_logits(
+        logits,
+        temperature_R=column(temperature),
+        top_k_R=column(top_k),
+        top_p_R=column(top_p),
+        min_p_R=column(min_p),
+        **flags,
+    )
+
+
+def slow_kept_ids(
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
+) -> tuple[set[int], bool]:
+    """The stages in plain Python; the second result says whether some mass is too close to 1 - p to call."""
+    z = [value / temperature for value in logits]
+    alive = set(range(len(z)))
+    if min_p > 0:
+        alive = {v for v in alive if z[v] >= max(z) + math.log(min_p)}
+    if 0 < top_k < len(z):
+        ranked = sorted((z[v] if v in alive else -math.inf for v in range(len(z))), reverse=True)
+        alive = {v for v in alive if z[v] >= ranked[top_k - 1]}
+    too_close = False
+    if top_p < 1:
+        highest = max(z)
+        total = sum(math.exp(z[v] - highest) for v in alive)
+        dropped_mass = 0.0
+        for v in sorted(alive, key=lambda v: (z[v], -v))[:-1]:
+            dropped_mass += math.exp(z[v] - highest) / total
+            too_close = too_close or abs(dropped_mass - (1 - top_p)) < 1e-5
+            if dropped_mass > 1 - top_p:
+                break
+            alive.discard(v)
+    return alive, too_close
+
+
+grid = st.integers(-24, 24).map(lambda step: step / 4)  # a coarse grid makes ties common
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    logits=st.lists(grid, min_size=2, max_size=40),
+    temperature=st.sampled_from([0.25, 0.5, 1.0, 2.0]),  # exact divisions keep min-p comparisons exact as well
+    top_k=st.integers(0, 45),
+    top_p=st.floats(0.0, 1.0),
+    min_p=st.sampled_from([0.0, 0.03, 0.2, 0.7]),
+)
+def test_agrees_with_a_slow_formula(
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    kept, too_close = slow_kept_ids(logits, temperature, top_k, top_p, min_p)
+    if too_close:
+        return
+    processed = process(torch.tensor([logits]), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    assert set(processed[0].isfinite().nonzero().squeeze(1).tolist()) == kept
+    for token in kept:
+        assert processed[0, token].item() == logits[token] / temperature
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    spread=st.sampled_from([0.0, 0.05, 1.0, 6.0]),
+    is_tied=st.booleans(),
+    top_k=st.sampled_from([0, 3, 300]),
+)
+def test_guessed_nucleus_equals_the_sorted_one(seed: int, spread: float, is_tied: bool, top_k: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(6, 1500, generator=generator) * spread
+    logits = (logits * 2).round() / 2 if is_tied else logits
+    top_p_R = torch.tensor([0.0, 0.1, 0.5, 0.9, 0.999, 1.0])
+    z = process(logits, top_k=top_k)
+    log_sum_R = torch.logsumexp(z, -1)
+    sorted_way = target_distribution._apply_top_p_sorted(z, top_p_R, log_sum_R)
+    assert torch.equal(process(logits, top_k=top_k, top_p=top_p_R.tolist()), sorted_way)
+
+
+def test_a_peaked_row_needs_no_full_sort(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> torch.Tensor:
+        raise AssertionError("sorted a whole vocabulary")
+
+    monkeypatch.setattr(target_distribution, "_apply_top_p_sorted", refuse)
+    logits = torch.randn(4, 5000, generator=torch.Generator().manual_seed(0)) * 4
+    assert (process(logits, top_p=0.95).isfinite().sum(-1) < 256).all()
+    with pytest.raises(AssertionError, match="sorted a whole"):
+        process(torch.zeros(1, 5000), top_p=0.95)
+
+
+def test_worked_nucleus() -> None:
+    p = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
+    kept = process(p.log(), top_p=0.9).softmax(-1)
+    assert kept[0].tolist() == pytest.approx([10 / 19, 6 / 19, 3 / 19, 0.0])
+
+
+def test_ties_stay_at_top_k_and_the_lowest_ids_stay_at_top_p() -> None:
+    logits = torch.tensor([[1.0, 2.0, 1.0, 1.0, 0.0]])
+    assert process(logits, top_k=2).isfinite().tolist() == [[True, True, True, True, False]]
+    assert process(torch.zeros(1, 4), top_p=0.5).isfinite().tolist() == [[True, True, False, False]]
+    assert process(torch.zeros(1, 4), top_p=0.0).isfinite().tolist() == [[True, False, False, False]]
+
+
+def test_greedy_rows_come_back_raw_beside_sampled_ones() -> None:
+    logits = torch.randn(3, 9, generator=torch.Generator().manual_seed(1)).bfloat16()
+    settings_of_rows = {"temperature": [0.0, 0.7, 9e-6], "top_k": 2, "top_p": 0.5, "min_p": 0.5}
+    processed = process(logits, **settings_of_rows)
+    assert processed.dtype is torch.float32
+    assert torch.equal(processed[[0, 2]], logits[[0, 2]].float())
+    assert not processed[1].isfinite().all()
+
+
+def test_an_all_greedy_batch_costs_nothing() -> None:
+    logits = torch.randn(3, 9).bfloat16()
+    assert process(logits, temperature=0.0, all_greedy=True) is logits
+
+
+def test_flags_that_skip_stages_change_nothing() -> None:
+    logits = torch.randn(4, 700, generator=torch.Generator().manual_seed(2)) * 3
+    only_top_k = {"temperature": 0.8, "top_k": [0, 1, 5, 40]}
+    expected = process(logits, **only_top_k)
+    assert torch.equal(process(logits, **only_top_k, max_top_k=40, any_top_p=False, any_min_p=False), expected)
+    assert torch.equal(process(logits, temperature=0.8, max_top_k=0), logits / 0.8)
+
+
+def test_rows_do_not_see_their_neighbours() -> None:
+    logits = torch.randn(8, 900, generator=torch.Generator().manual_seed(3)) * 2
+    rows = {
+        "temperature": [0.0, 0.5, 1.0, 1.5, 0.3, 1.0, 1.0, 2.0],
+        "top_k": [0, 4, 0, 900, 50, 0, 1, 0],
+        "top_p": [0.5, 1.0, 0.9, 0.99, 0.5, 0.0, 0.8, 0.9999],
+        "min_p": [0.1, 0.0, 0.0, 0.05, 0.0, 0.2, 0.0, 0.0],
+    }
+    together = process(logits, **rows)
+    order = [5, 2, 7, 0, 1, 6, 3, 4]
+    shuffled = process(logits[order], **{name: [values[i] for i in order] for name, values in rows.items()})
+    assert torch.equal(together[order], shuffled)
+    for row in range(8):
+        alone = process(logits[row : row + 1], **{name: values[row] for name, values in rows.items()})
+        assert torch.equal(together[row], alone[0])
+
+
+@pytest.mark.parametrize(
+    ("asked", "acted_on"), [(0.0, 0.0), (9e-6, 0.0), (1e-5, 0.01), (0.005, 0.01), (0.01, 0.01), (1.3, 1.3)]
+)
+def test_temperature_clamps(asked: float, acted_on: float) -> None:
+    assert effective_temperature(asked) == acted_on
+    logits = torch.tensor([[1e4, -1e4, 3.0]])
+    divisor = acted_on if acted_on > 0 else 1.0
+    assert process(logits, temperature=asked)[0].tolist() == pytest.approx((logits[0] / divisor).tolist())
+    assert process(logits, temperature=asked).softmax(-1).isfinite().all()
+
+
+@pytest.mark.parametrize("vocab_size", [6, 600])
+def test_bad_values_stay_visible_and_leave_the_neighbour_alone(vocab_size: int) -> None:
+    logits = torch.randn(4, vocab_size, generator=torch.Generator().manual_seed(4))
+    clean = process(logits, temperature=0.9, top_k=3, top_p=0.9, min_p=0.01)
+    logits[0, 2] = math.nan
+    logits[1] = math.nan
+    logits[2] = -math.inf
+    processed = process(logits, temperature=0.9, top_k=3, top_p=0.9, min_p=0.01)
+    assert processed[0].isnan().any() and processed[1].isnan().all()
+    assert not processed[2].isfinite().any()
+    assert torch.equal(processed[3], clean[3])
+
+
+def test_settings_need_one_entry_per_row() -> None:
+    with pytest.raises(ShapeError, match=r"top_p has shape \[2\], expected \[3\]"):
+        process(torch.zeros(3, 5), top_p=[0.5, 0.5])
