@@ -116,7 +116,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _target_at(path: Path) -> Path:
     if path.is_file():
-        if path.suffix.lower() == ".gguf":
+        if path.suffix == ".gguf":
             return path
         if path.name == "config.json":
             return path.parent
@@ -147,7 +147,7 @@ def _require_config(folder: Path, role: str) -> None:
 
 
 def _is_hub_name(name: str) -> bool:
-    return _HUB_NAME.fullmatch(name) is not None and not name.endswith(".gguf")
+    return _HUB_NAME.fullmatch(name) is not None and not name.lower().endswith(".gguf")
 
 
 def _nothing_there(name: str, role: str, kinds: str) -> CheckpointError:

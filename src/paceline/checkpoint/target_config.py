@@ -154,7 +154,7 @@ def read_target_contract(path: Path, name: str) -> TargetContract:
         CheckpointError: a file is missing or damaged, the folder is a drafter's, or the config asks for something that
             is not supported or not known; the message names key, value and what is supported.
     """
-    if path.is_file() and path.suffix.lower() == ".gguf":
+    if path.is_file() and path.suffix == ".gguf":
         return dataclasses.replace(read_gguf_config(path), name=name)
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder" if path.exists() else f"{path} does not exist")

@@ -7,14 +7,13 @@ user text is up to the template.
 
 from __future__ import annotations
 
-import datetime
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.checkpoint.gguf import GgufHeader, read_gguf_header
+from paceline.checkpoint.chat_template import ChatTemplate
+from paceline.checkpoint.gguf_header import GgufHeader, read_gguf_header
 from paceline.checkpoint.locate import read_json
 from paceline.errors import CheckpointError, RequestError
 
@@ -49,7 +48,7 @@ class TextTokenizer:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._chat_template = chat_template
-        self._compiled: Any = None
+        self._renderer: ChatTemplate | None = None  # compiled at first use: jinja2 is a slow import
         self._special_tokens = dict(special_tokens)
         self.origin = origin
         added = tokenizer.get_added_tokens_decoder()
@@ -112,8 +111,6 @@ class TextTokenizer:
         Raises:
             RequestError: there is no template, a message is malformed, or the template fails or refuses.
         """
-        import jinja2
-
         if self._chat_template is None:
             raise RequestError(
                 "the model has no chat template", origin={"tokenizer": self.origin}, hint="a plain prompt, without chat"
@@ -124,26 +121,9 @@ class TextTokenizer:
             for key in ("role", "content"):
                 if not isinstance(message.get(key), str):
                     raise RequestError(f"message {index} has {key} {message.get(key)!r}, expected a string")
-        try:
-            if self._compiled is None:
-                self._compiled = _template_environment().from_string(self._chat_template)
-            rendered = self._compiled.render(
-                messages=[dict(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
-        # a template is a program from the model folder: besides jinja's own errors it can raise what any operation can
-        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            line = getattr(error, "lineno", None)
-            place = f" (line {line})" if line else ""
-            raise RequestError(
-                f"the chat template refused these messages{place}: {error}",
-                origin={"template": self.origin},
-                hint="roles and order as the model expects them, or a plain prompt",
-            ) from error
-        return str(rendered)
+        if self._renderer is None:
+            self._renderer = ChatTemplate(self._chat_template, self.origin)
+        return self._renderer.render(messages, self._special_tokens, add_generation_prompt=add_generation_prompt)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Render chat messages, open the assistant's turn, and encode; the template's special tokens become their ids.
@@ -172,52 +152,6 @@ def open_tokenizer(path: Path) -> TextTokenizer:
     if path.is_dir():
         return _from_folder(path)
     return _from_gguf(read_gguf_header(path))
-
-
-def _template_environment() -> Any:
-    """Jinja as Hugging Face templates expect it: sandboxed, block tags without their line, two functions, one tag."""
-    import jinja2.ext
-    import jinja2.nodes
-    import jinja2.parser
-    import jinja2.sandbox
-
-    class GenerationTag(jinja2.ext.Extension):
-        """`{% generation %}` marks assistant text for training masks; rendering only needs its body."""
-
-        tags = {"generation"}  # noqa: RUF012 - jinja declares it as an instance attribute
-
-        def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
-    )
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    environment.filters["tojson"] = _to_json
-    return environment
-
-
-def _raise_exception(message: str) -> None:
-    import jinja2
-
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(layout: str) -> str:
-    return datetime.datetime.now().strftime(layout)
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # jinja's own filter escapes <, > and & for HTML, which would change prompts
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _from_folder(folder: Path) -> TextTokenizer:
@@ -249,8 +183,12 @@ def _add_configured_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], orig
     from tokenizers import AddedToken
 
     listed = config.get("added_tokens_decoder") or {}
-    if not isinstance(listed, Mapping):
-        raise CheckpointError(f"added_tokens_decoder is {listed!r}, expected an object", origin={"file": origin})
+    is_sound = isinstance(listed, Mapping) and all(
+        key.isdecimal() and isinstance(entry, Mapping) and isinstance(entry.get("content"), str)
+        for key, entry in listed.items()
+    )
+    if not is_sound:
+        raise CheckpointError("added_tokens_decoder is not a table of ids and tokens", origin={"file": origin})
     for key, entry in sorted(listed.items(), key=lambda item: int(item[0])):
         content = entry["content"]
         if tokenizer.token_to_id(content) is None:

@@ -333,7 +333,10 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
     with disk_full_as_capacity_error(path):
         try:
+            temporary.touch()
+            mode = temporary.stat().st_mode  # what the umask allows; the safetensors writer makes files private
             yield temporary
+            temporary.chmod(mode)
             sync_to_disk(temporary)
             temporary.replace(path)
             sync_to_disk(path.parent)

@@ -243,9 +243,10 @@ def _print_tables(results: Sequence[SetAcceptance]) -> None:
     typer.echo(f"{'set':<{width}}  prompts  tokens  steps  acceptance length  95 % interval  draft acceptance")
     for result in results:
         summary = result.summary
+        interval = "-" if result.low is None or result.high is None else f"{result.low:.3f}-{result.high:.3f}"
         typer.echo(
             f"{result.name:<{width}}  {result.num_prompts:>7}  {result.num_output_tokens:>6}  {summary.num_steps:>5}  "
-            f"{summary.acceptance_length:>17.3f}  {result.low:>6.3f}-{result.high:<6.3f}  "
+            f"{summary.acceptance_length:>17.3f}  {interval:>13}  "
             f"{summary.draft_acceptance_rate:>16.3f}"
         )
     typer.echo("\nshare of steps that kept the draft at each position (0 follows the anchor)")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli import options
-from paceline.errors import EXIT_CHECK_SAYS_NO, EXIT_INTERRUPTED, ConfigError
+from paceline.errors import EXIT_CHECK_SAYS_NO, EXIT_INTERRUPTED, ConfigError, NumericError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -208,6 +208,13 @@ def _run_all(run: GenerateRun, models: Models, prompts: Sequence[Prompt], view: 
             result = _stream(engine, ids, sampling, write=not view.as_json)
             outcome = _Outcome(prompt, result)
             outcomes.append(outcome)
+            if result.finish_reason == "error":
+                raise NumericError(
+                    f"prompt {prompt.id!r}: the target's logits held a NaN or an infinity after "
+                    f"{len(result.token_ids)} tokens",
+                    origin={"target": models.target.contract.origin},
+                    hint="--dtype float32",
+                )
             if result.finish_reason == "abort":
                 interrupted = True
                 break
@@ -218,7 +225,7 @@ def _run_all(run: GenerateRun, models: Models, prompts: Sequence[Prompt], view: 
                     interrupted = True
                     break
                 outcome.comparison = compare_ids(result.token_ids, outcome.plain.token_ids)
-                _show_comparison(outcome, run, view)
+                _show_comparison(outcome, sampling, view)
     except KeyboardInterrupt:  # while warming up or between two prompts
         interrupted = True
     if view.as_json:
@@ -229,7 +236,7 @@ def _run_all(run: GenerateRun, models: Models, prompts: Sequence[Prompt], view: 
         typer.echo("interrupted", err=True)
         return EXIT_INTERRUPTED
     differs = any(outcome.comparison is not None and not outcome.comparison.is_identical for outcome in outcomes)
-    return EXIT_CHECK_SAYS_NO if differs and run.temperature == 0 else 0
+    return EXIT_CHECK_SAYS_NO if differs and sampling.is_greedy else 0
 
 
 def _warm_up(engines: Sequence[Engine], ids: Sequence[int], run: GenerateRun) -> None:
@@ -265,51 +272,63 @@ def _stream(engine: Engine, ids: Sequence[int], sampling: SamplingParameters, *,
 
 def _show_result(outcome: _Outcome, models: Models, view: _View) -> None:
     if view.trace and outcome.result.trace.records:
-        from paceline.reporting.terminal import make_console, print_trace
+        from paceline.reporting.terminal import print_chips
 
         tokenizer = models.target.tokenizer
-        print_trace(
+        print_chips(
+            options.stderr_console(color=view.color),
             outcome.result.trace,
-            lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False),
-            console=make_console(color=view.color),
+            lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
         )
 
 
-def _show_comparison(outcome: _Outcome, run: GenerateRun, view: _View) -> None:
+def _show_comparison(outcome: _Outcome, sampling: SamplingParameters, view: _View) -> None:
     if view.as_json or outcome.comparison is None or outcome.plain is None:
         return
-    if run.temperature > 0 and not outcome.comparison.is_identical:
+    if not sampling.is_greedy and not outcome.comparison.is_identical:
         typer.echo(
-            f"identical: not expected at temperature {run.temperature:g}: equal distribution, not equal draws", err=True
+            f"identical: not expected at temperature {sampling.temperature:g}: equal distribution, not equal draws",
+            err=True,
         )
         return
     typer.echo(f"identical: {outcome.comparison.describe()} ({outcome.comparison.num_compared} tokens)", err=True)
 
 
 def _show_summary(outcomes: Sequence[_Outcome], view: _View) -> None:
-    """Figures over all prompts: acceptance, speed and, with `--compare`, the ratio."""
+    """Figures over all prompts: acceptance, speed and, with `--compare`, the ratio and the verdict."""
     from paceline.trace.acceptance import AcceptanceSummary
 
     results = [outcome.result for outcome in outcomes]
     if not results:
         return
     summary = AcceptanceSummary.from_steps(record for result in results for record in result.trace.records)
-    ours = _pooled_speed(results)
-    parts = [f"{sum(len(result.token_ids) for result in results)} tokens"]
-    if summary.num_steps:
-        parts.append(f"acceptance length {summary.acceptance_length:.2f} over {summary.num_steps} steps")
-    if ours is not None:
-        parts.append(f"{ours:.1f} tokens/s")
-    typer.echo(", ".join(parts), err=True)
-    compared = [outcome for outcome in outcomes if outcome.plain is not None and outcome.comparison is not None]
-    if not compared:
-        return
+    num_tokens = sum(len(result.token_ids) for result in results)
+    speed = _pooled_speed(results)
+    if view.trace and summary.num_steps:
+        from paceline.reporting.terminal import print_summary
+
+        console = options.stderr_console(color=view.color)
+        is_compared = any(outcome.comparison is not None for outcome in outcomes)  # then the last line has the speeds
+        print_summary(console, summary, tokens_per_second=None if is_compared else speed, num_output_tokens=num_tokens)
+    else:
+        parts = [f"{num_tokens} tokens"]
+        if summary.num_steps:
+            parts.append(f"acceptance length {summary.acceptance_length:.2f} over {summary.num_steps} steps")
+        if speed is not None:
+            parts.append(f"{speed:.1f} tokens/s")
+        typer.echo(", ".join(parts), err=True)
+    compared = [outcome for outcome in outcomes if outcome.comparison is not None]
     speculative = _pooled_speed([outcome.result for outcome in compared])
     plain = _pooled_speed([outcome.plain for outcome in compared if outcome.plain is not None])
     if speculative is not None and plain is not None:
-        typer.echo(f"plain decoding {plain:.1f} tokens/s, ratio {speculative / plain:.2f}", err=True)
+        typer.echo(
+            f"speculative {speculative:.1f} tokens/s, plain {plain:.1f} tokens/s, ratio {speculative / plain:.2f}",
+            err=True,
+        )
     if len(compared) > 1:
-        same = sum(outcome.comparison.is_identical for outcome in compared if outcome.comparison is not None)
+        from paceline.evaluation.lossless import num_identical
+
+        same = num_identical(outcome.comparison for outcome in compared if outcome.comparison is not None)
         typer.echo(f"identical: {same} of {len(compared)} prompts", err=True)
 
 

@@ -17,6 +17,7 @@ import typer
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
+    from rich.console import Console
 
     from paceline.configuration.environment import Environment
 
@@ -60,7 +61,9 @@ LinearMode = Annotated[
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads.", rich_help_panel=MODELS)]
 Offline = Annotated[bool, typer.Option("--offline", help="Never touch the network.", rich_help_panel=MODELS)]
 
-MaxTokens = Annotated[int | None, typer.Option(help="Largest number of new tokens; 128 by default.", rich_help_panel=SAMPLING)]
+MaxTokens = Annotated[
+    int | None, typer.Option(help="Largest number of new tokens; 128 by default.", rich_help_panel=SAMPLING)
+]
 Temperature = Annotated[float | None, typer.Option(help="0, the default, is greedy.", rich_help_panel=SAMPLING)]
 TopK = Annotated[int | None, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.", rich_help_panel=SAMPLING)]
 TopP = Annotated[float | None, typer.Option(help="Keep this share of probability.", rich_help_panel=SAMPLING)]
@@ -138,6 +141,13 @@ def set_threads(asked: int | None, environment: Environment) -> None:
         import torch
 
         torch.set_num_threads(number)
+
+
+def stderr_console(*, color: bool) -> Console:
+    """Where traces and tables go. Without colour there are no escapes at all, not even for bold."""
+    from rich.console import Console
+
+    return Console(stderr=True, color_system="auto" if color else None, highlight=False)
 
 
 def given(flag: bool) -> bool | None:

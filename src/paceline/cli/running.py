@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from paceline.engine.engine import Engine
     from paceline.engine.request import SamplingParameters
     from paceline.models.loading import LoadedDrafter, LoadedTarget
-    from paceline.trace.step import RequestTrace
 
 
 @dataclass(frozen=True)
@@ -93,10 +92,3 @@ def sampling_of(
         stop_token_ids=stop_token_ids,
         ignore_eos=run.ignore_eos,
     )
-
-
-def decode_tokens_per_second(trace: RequestTrace) -> float | None:
-    """Tokens after the first per second of decoding, the prompt pass left out; None for less than two tokens."""
-    seconds = (trace.total_ms - trace.prefill_ms) / 1000.0
-    num_tokens = trace.num_output_tokens - 1
-    return num_tokens / seconds if num_tokens >= 1 and seconds > 0 else None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli import options
+from paceline.errors import EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
     from paceline.configuration.run import TrainRun
@@ -47,17 +48,33 @@ def train(
     run = load_settings(TrainRun, config, [*(overrides or ()), *(set_values or ())])
     _check_files(run, config)
     options.set_threads(threads, environment)
+    if dry_run:
+        from paceline.cli.estimate import estimate_run
+
+        options.show_settings(run, as_json=as_json, extra=estimate_run(run, offline=offline))
+        return
+    outcome = _train(run, resume=resume, offline=offline)
+    if as_json:
+        options.print_json({key: str(value) if isinstance(value, Path) else value for key, value in outcome.items()})
+    elif outcome["drafter"] is not None:
+        typer.echo(outcome["drafter"])
+    if not outcome["is_finished"]:
+        typer.echo(f"stopped at step {outcome['step']}; the same command with --resume goes on from there", err=True)
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _train(run: TrainRun, *, resume: bool, offline: bool) -> dict[str, object]:
+    from dataclasses import asdict
+
+    from paceline.log import get_logger
+    from paceline.models.loading import load_target
     from paceline.training import loop
 
-    if dry_run:
-        options.show_settings(run, as_json=as_json, extra=loop.estimate(run, offline=offline))
-        return
-    outcome = loop.train(run, resume=resume, offline=offline)
-    if as_json:
-        options.print_json(outcome)
-    else:
-        for key, value in outcome.items():
-            typer.echo(f"{key}: {value}")
+    get_logger(__name__).info("loading target %s", run.target.name)
+    target = load_target(
+        run.target.name, dtype=run.target.dtype, device=run.device, linear_mode="plain", offline=offline
+    )
+    return asdict(loop.train(run, target, resume=resume))
 
 
 def _check_files(run: TrainRun, config: Path) -> None:

@@ -164,7 +164,9 @@ class ObjectiveSettings(Settings):
     @property
     def loss_weights(self) -> dict[str, float]:
         """The loss as weights per term, whether it was given as a name or as a table."""
-        return dict(self.loss) if isinstance(self.loss, dict) else {self.loss: 1.0}
+        if isinstance(self.loss, dict):
+            return {str(name): weight for name, weight in self.loss.items()}
+        return {self.loss: 1.0}
 
 
 class EvaluateSettings(Settings):

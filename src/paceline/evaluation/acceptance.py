@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import CapacityError, NumericError, RequestError
 from paceline.evaluation.prompts import Prompt, encode_prompt
-from paceline.evaluation.statistics import bootstrap_acceptance_length
+from paceline.evaluation.statistics import bootstrap_ratio
 from paceline.trace.acceptance import AcceptanceSummary
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class SetAcceptance:
         num_prompts: prompts; each may have several answers.
         num_output_tokens: tokens delivered, the first of each answer included.
         summary: all counts and rates.
-        low: lower end of the 95 % bootstrap interval of the acceptance length, over prompts.
+        low: lower end of the 95 % bootstrap interval of the acceptance length, over prompts; None without any step.
         high: its upper end.
         answers: every answer, in the order of the prompts.
     """
@@ -59,8 +59,8 @@ class SetAcceptance:
     num_prompts: int
     num_output_tokens: int
     summary: AcceptanceSummary
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     answers: tuple[Answer, ...]
 
     def to_dict(self) -> dict[str, object]:
@@ -117,7 +117,11 @@ def evaluate_set(
 
     def ask(index: int) -> None:
         turn = len(texts[index])
-        own = sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + first_answer[index] + turn)
+        own = (
+            sampling
+            if sampling.seed is None
+            else replace(sampling, seed=(sampling.seed + first_answer[index] + turn) % 2**63)
+        )
         running[_add(engine, tokenizer, prompts[index], texts[index], own, system=system, raw=raw)] = index
 
     for index in range(len(prompts)):
@@ -156,16 +160,16 @@ def summarise(name: str, answers: Sequence[Sequence[Answer]]) -> SetAcceptance:
         AcceptanceSummary.from_steps(record for answer in group for record in answer.result.trace.records)
         for group in answers
     ]
-    low, high = bootstrap_acceptance_length(
-        [summary.num_accepted for summary in per_prompt], [summary.num_steps for summary in per_prompt]
-    )
+    num_steps = [summary.num_steps for summary in per_prompt]
+    committed = [summary.num_steps + summary.num_accepted for summary in per_prompt]
+    interval = bootstrap_ratio(committed, num_steps) if sum(num_steps) else None  # answers of one token have no step
     return SetAcceptance(
         name=name,
         num_prompts=len(answers),
         num_output_tokens=sum(len(answer.result.token_ids) for answer in flat),
         summary=AcceptanceSummary.from_steps(record for answer in flat for record in answer.result.trace.records),
-        low=low,
-        high=high,
+        low=interval.low if interval is not None else None,
+        high=interval.high if interval is not None else None,
         answers=flat,
     )
 

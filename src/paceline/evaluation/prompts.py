@@ -1,9 +1,9 @@
 """Prompt sets: reads them from files and turns a prompt into the ids that a target sees.
 
-A `.jsonl` file has one object per line, with one of `prompt` (one user turn), `turns` (user turns, answered in order) or
-`messages` (a chat that ends with the user), and optionally `id` and `category`. A `.npz` token file (`tokens`,
-`prompt_len`, `response_len`) gives the prompts of its last 1,024 conversations, which training holds out by default. Any
-other file is text with one prompt per line.
+A `.jsonl` file has one object per line, with one of `prompt` (one user turn), `turns` (user turns, answered in
+order) or `messages` (a chat that ends with the user), and optionally `id` and `category`. A `.npz` token file
+(`tokens`, `prompt_len`, `response_len`) gives the prompts of its last 1,024 conversations, which training holds out by
+default. Any other file is text with one prompt per line.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def _from_token_file(path: Path, limit: int | None) -> list[Prompt]:
 
     origin = {"prompts": path}
     try:
-        with numpy.load(path, allow_pickle=False) as arrays:
+        with path.open("rb") as stream, numpy.load(stream, allow_pickle=False) as arrays:
             missing = [name for name in ("tokens", "prompt_len", "response_len") if name not in arrays]
             if missing:
                 raise DataError(f"this token file lacks {', '.join(missing)}", origin=origin)

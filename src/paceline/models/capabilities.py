@@ -42,7 +42,7 @@ def require_taps(model: object, stream: AuxHiddenStream) -> None:
     Raises:
         CompatibilityError: names the class and what to do.
     """
-    name = type(model).__name__
+    name = model.__name__ if isinstance(model, type) else type(model).__name__
     if not supports_eagle3(model):
         raise CompatibilityError(
             f"Model does not support EAGLE3 interface: {name} offers no taps of its hidden states",

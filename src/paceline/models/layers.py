@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from paceline.ops.linear import can_pack, linear_packed, linear_row_invariant, pack_weight
 from paceline.ops.rms_norm import rms_norm
-from paceline.ops.rotary import apply_rotary
+from paceline.ops.rotary import turn_heads
 
 LinearMode = Literal["plain", "packed", "row_invariant"]
+RotaryRows = tuple[Tensor, Tensor]  # from `ops.rotary.expand_rotary`, for the tokens of one forward pass
 
 
 class Attend(Protocol):
@@ -89,7 +90,7 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(head_size, eps) if qk_norm else None
         self.k_norm = RMSNorm(head_size, eps) if qk_norm else None
 
-    def forward(self, x_BTD: Tensor, table_BT2: Tensor, attend: Attend, layer: int, *, is_neox_style: bool) -> Tensor:
+    def forward(self, x_BTD: Tensor, rows: RotaryRows, attend: Attend, layer: int, *, is_neox_style: bool) -> Tensor:
         """Project, turn by position, attend, project back; x and the result are [B, T, D]."""
         qkv = self.qkv_proj(x_BTD).unflatten(-1, (-1, self.head_size))
         v = qkv[..., self.num_heads + self.num_kv_heads :, :]
@@ -99,20 +100,20 @@ class SelfAttention(nn.Module):
             qk = torch.cat((q, k), dim=-2)
         else:
             qk = qkv[..., : self.num_heads + self.num_kv_heads, :]
-        qk = apply_rotary(qk, table_BT2, is_neox_style=is_neox_style)
+        qk = turn_heads(qk, rows, is_neox_style=is_neox_style)
         mixed = attend(layer, qk[..., : self.num_heads, :], qk[..., self.num_heads :, :], v)
         projected: Tensor = self.o_proj(mixed.flatten(-2))
         return projected
 
-    def context_kv(self, features: Tensor, table_2: Tensor, *, is_neox_style: bool) -> tuple[Tensor, Tensor]:
+    def context_kv(self, features: Tensor, rows: RotaryRows, *, is_neox_style: bool) -> tuple[Tensor, Tensor]:
         """Keys and values of given features, [..., D] to two of [..., M, H]: the drafter's context path."""
-        rows = slice(self.q_size, None)
-        bias = self.qkv_proj.bias[rows] if self.qkv_proj.bias is not None else None
-        kv = functional.linear(features, self.qkv_proj.weight[rows], bias).unflatten(-1, (-1, self.head_size))
+        kv_rows = slice(self.q_size, None)
+        bias = self.qkv_proj.bias[kv_rows] if self.qkv_proj.bias is not None else None
+        kv = functional.linear(features, self.qkv_proj.weight[kv_rows], bias).unflatten(-1, (-1, self.head_size))
         k, v = kv[..., : self.num_kv_heads, :], kv[..., self.num_kv_heads :, :]
         if self.k_norm is not None:
             k = self.k_norm(k)
-        return apply_rotary(k, table_2, is_neox_style=is_neox_style), v
+        return turn_heads(k, rows, is_neox_style=is_neox_style), v
 
 
 class GatedMLP(nn.Module):
@@ -154,8 +155,10 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(hidden_size, eps)
         self.mlp = GatedMLP(hidden_size, intermediate_size, bias=mlp_bias)
 
-    def forward(self, x_BTD: Tensor, table_BT2: Tensor, attend: Attend, layer: int, *, is_neox_style: bool = True) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, rows: RotaryRows, attend: Attend, layer: int, *, is_neox_style: bool = True
+    ) -> Tensor:
         """Return the residual stream after this layer, a new tensor: the one handed in may have been tapped."""
-        y = self.self_attn(self.input_layernorm(x_BTD), table_BT2, attend, layer, is_neox_style=is_neox_style)
+        y = self.self_attn(self.input_layernorm(x_BTD), rows, attend, layer, is_neox_style=is_neox_style)
         x_BTD = x_BTD + y
         return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))

@@ -31,7 +31,7 @@ def attention(q_BNTH: Tensor, k_BMSH: Tensor, v_BMSH: Tensor, *, visible: Tensor
         q_BNTH: queries, any float dtype.
         k_BMSH: keys; M divides N.
         v_BMSH: values.
-        visible: bool, broadcastable to [B, N, T, S]; true where a query row may see a key. None shows everything.
+        visible: bool, broadcastable to [B, 1, T, S]; true where a query row may see a key. None shows everything.
     Returns:
         [B, N, T, H] in q's dtype.
     """
@@ -85,10 +85,13 @@ def _row_invariant_tile(q_NTH: Tensor, k_MSH: Tensor, v_MSH: Tensor, visible_TS:
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
     weights = weights.masked_fill(~visible, 0.0).reshape(M, N // M, T, -1, KEY_TILE)
     tiles_v = v.reshape(M, H, -1, KEY_TILE)
+    tiles_visible = visible.reshape(T, -1, KEY_TILE)
     total = torch.zeros(M, N // M, T, dtype=torch.float32, device=q.device)
     mixed = torch.zeros(M, N // M, T, H, dtype=torch.float32, device=q.device)
     for tile in range(weights.shape[3]):
         weight = weights[:, :, :, tile]
         total = total + weight.sum(-1)
-        mixed = mixed + (weight[:, :, :, None, :] * tiles_v[:, None, None, :, tile]).sum(-1)
+        product = weight[:, :, :, None, :] * tiles_v[:, None, None, :, tile]
+        # 0 * NaN is NaN: what lies in slots that no row may see must not matter.
+        mixed = mixed + product.masked_fill(~tiles_visible[:, tile, None], 0.0).sum(-1)
     return (mixed / total.unsqueeze(-1)).reshape(N, T, H).to(q_NTH.dtype)

@@ -12,6 +12,8 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 ROW_TILE = 16
+_ALIGNED_WIDTH = 16  # elements: at least 32 bytes in every float dtype
+_ALIGNED_BYTES = 32
 _PACK_BATCH_HINT = 16  # measured best for 1 to 16 rows; packing for one row is slower even at one row
 
 
@@ -41,6 +43,11 @@ def linear_row_invariant(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None)
     """x @ W^T + b in tiles of exactly `ROW_TILE` rows, so that no row's bits depend on how many rows there are."""
     rows = x_TI.reshape(-1, x_TI.shape[-1])
     missing = -rows.shape[0] % ROW_TILE
-    padded = functional.pad(rows, (0, 0, 0, missing)) if missing else rows
+    # Rows of odd width start at odd addresses, and MKL's kernels for narrow outputs sum those in another order.
+    odd = -rows.shape[1] % _ALIGNED_WIDTH
+    weight_OI = functional.pad(weight_OI, (0, odd)) if odd else weight_OI
+    padded = functional.pad(rows, (0, odd, 0, missing)) if missing or odd else rows
+    if padded.data_ptr() % _ALIGNED_BYTES or not padded.is_contiguous():
+        padded = padded.clone(memory_format=torch.contiguous_format)
     tiles = [functional.linear(tile, weight_OI, bias_O) for tile in padded.split(ROW_TILE)]
     return torch.cat(tiles)[: rows.shape[0]].reshape(*x_TI.shape[:-1], weight_OI.shape[0])

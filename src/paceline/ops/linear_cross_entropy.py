@@ -13,6 +13,7 @@ import functools
 from typing import Any
 
 import torch
+import torch.nn.functional as functional
 from torch import Tensor
 
 
@@ -47,7 +48,8 @@ def _chunk_loss_and_gradient(
     if ce:
         loss = loss + ce * (weights_R * -log_q.gather(1, labels_R[:, None]).squeeze(1)).sum()
         gradient = gradient.scatter_add(1, labels_R[:, None], torch.full_like(weights_R[:, None], -ce))
-    return loss, gradient * weights_R[:, None], correct
+    # In the head's dtype: the next product reads it in that form, and half as many bytes cross memory.
+    return loss, (gradient * weights_R[:, None]).to(logits_RV.dtype), correct
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -73,7 +75,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 hidden_RD[rows] @ head_VD.T, teacher_RV, labels_R[rows], weights_R[rows], kl, ce
             )
             total = total + loss
-            gradients.append(gradient_RV.to(head_VD.dtype) @ head_VD)
+            gradients.append(gradient_RV @ head_VD)
             corrects.append(correct)
         ctx.save_for_backward(torch.cat(gradients) if gradients else torch.zeros_like(hidden_RD))
         correct_R = torch.cat(corrects) if corrects else labels_R.bool()
@@ -113,10 +115,27 @@ def linear_cross_entropy(
     Returns:
         The weighted sum (not mean), float32; and bool [R], whether the student's best id is the label.
     """
-    function = _compiled_chunk() if compiled else _chunk_loss_and_gradient
-    result: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(
-        hidden_RD, teacher_RD, labels_R, weights_R, head_VD, kl, ce, chunk_rows, function
+    assert teacher_RD is not None or not kl, "the KL term needs the teacher's states"
+    if not compiled:
+        return _apply(hidden_RD, teacher_RD, labels_R, weights_R, head_VD, kl, ce, chunk_rows, _chunk_loss_and_gradient)
+    # One shape for the compiler: rows of weight 0 fill the last chunk, instead of a compilation for each remainder.
+    missing = -hidden_RD.shape[0] % chunk_rows
+    total, correct_R = _apply(
+        functional.pad(hidden_RD, (0, 0, 0, missing)),
+        None if teacher_RD is None else functional.pad(teacher_RD, (0, 0, 0, missing)),
+        functional.pad(labels_R, (0, missing)),
+        functional.pad(weights_R, (0, missing)),
+        head_VD,
+        kl,
+        ce,
+        chunk_rows,
+        _compiled_chunk(),
     )
+    return total, correct_R[: labels_R.shape[0]]
+
+
+def _apply(*arguments: Any) -> tuple[Tensor, Tensor]:
+    result: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(*arguments)
     return result
 
 

@@ -12,7 +12,7 @@ draws the same noise wherever it stands in a candidate list or a vocabulary shar
 torch has no arithmetic on uint32; the words live in int64 and are cut back to 32 bits after every step that can grow
 them. A product of two 32-bit words may wrap int64, which leaves its low 32 bits right.
 
-Source: spec of the random streams, sampling.md section 2.4; MurmurHash3 by Austin Appleby (public domain algorithm).
+Source: MurmurHash3 x86-32 by Austin Appleby; the key layout and the winning tail follow the samplers of vLLM 0.33.
 """
 
 from __future__ import annotations

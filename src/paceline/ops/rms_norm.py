@@ -23,4 +23,5 @@ def rms_norm(x: Tensor, weight_D: Tensor, *, eps: float) -> Tensor:
     Returns:
         [..., D] in x's dtype. torch's fused operation keeps the statistics in float32 for 16-bit inputs.
     """
-    return functional.rms_norm(x, (x.shape[-1],), weight_D.to(x.dtype), eps)
+    # The last cast matters under autocast, which may return float32 from a norm and so widen the whole residual stream.
+    return functional.rms_norm(x, (x.shape[-1],), weight_D.to(x.dtype), eps).to(x.dtype)

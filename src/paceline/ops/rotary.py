@@ -45,3 +45,34 @@ def apply_rotary(x_NH: Tensor, table_2: Tensor, *, is_neox_style: bool = True) -
     y = torch.cat(pair, dim=-1) if is_neox_style else torch.stack(pair, dim=-1).flatten(-2)
     y = y.to(x_NH.dtype)
     return torch.cat((y, passed), dim=-1) if passed.shape[-1] else y
+
+
+def expand_rotary(table_2: Tensor, dtype: torch.dtype, *, is_neox_style: bool = True) -> tuple[Tensor, Tensor]:
+    """Cosine and signed sine of every channel, once per forward pass, for `turn_heads`.
+
+    Args:
+        table_2: [..., 2, R/2], rows of `rotary_table`.
+        dtype: of the heads that will be turned.
+        is_neox_style: the pairing.
+    Returns:
+        Two of [..., 1, R]: y = x * cosine + partner(x) * sine, where partner swaps the channels of each pair.
+    """
+    cosine, sine = table_2.to(dtype).unbind(-2)
+    if is_neox_style:
+        rows = torch.cat((cosine, cosine), dim=-1), torch.cat((-sine, sine), dim=-1)
+    else:
+        rows = cosine.repeat_interleave(2, dim=-1), torch.stack((-sine, sine), dim=-1).flatten(-2)
+    return rows[0].unsqueeze(-2), rows[1].unsqueeze(-2)
+
+
+def turn_heads(x_NH: Tensor, rows: tuple[Tensor, Tensor], *, is_neox_style: bool = True) -> Tensor:
+    """`apply_rotary` with rows from `expand_rotary`: three operations instead of ten, in x's dtype."""
+    cosine, sine = rows
+    rotated = cosine.shape[-1]
+    turned = x_NH if x_NH.shape[-1] == rotated else x_NH[..., :rotated]
+    if is_neox_style:
+        partner = turned.roll(rotated // 2, dims=-1)
+    else:
+        partner = turned.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    y = torch.addcmul(turned * cosine, partner, sine)
+    return y if turned is x_NH else torch.cat((y, x_NH[..., rotated:]), dim=-1)

@@ -13,7 +13,7 @@ use the same rule, so both get it from here.
 Speculative and plain decoding share this file; a tie or a rounding can't fall one way in one of them and another way
 in the other. Every row is worked on by itself: the result does not depend on its neighbours.
 
-Source: sampling.md section 1.1, stages 10 to 13.
+Source: order and clamps of the sampler of vLLM 0.33; top-p is arXiv 1904.09751, min-p arXiv 2407.01082.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.errors import ShapeError
 GREEDY_BELOW = 1e-5
 LOWEST_TEMPERATURE = 0.01
 
-_NUCLEUS_GUESS = 256
+_NUCLEUS_GUESSES = (256, 4096)
 
 
 def effective_temperature(temperature: float) -> float:
@@ -117,13 +117,22 @@ def _apply_top_k(z_RV: Tensor, top_k_R: Tensor, max_top_k: int | None) -> Tensor
 
 def _apply_top_p(z_RV: Tensor, top_p_R: Tensor) -> Tensor:
     log_sum_R = torch.logsumexp(z_RV, dim=-1)
-    if z_RV.device.type != "cpu" or z_RV.shape[1] <= _NUCLEUS_GUESS:
+    if z_RV.device.type != "cpu" or z_RV.shape[1] <= _NUCLEUS_GUESSES[0]:
         return _apply_top_p_sorted(z_RV, top_p_R, log_sum_R)
     # Sorting 49,152 floats takes a core 4 ms, finding the largest 256 a tenth of that, and most nuclei lie within
     # those. A CPU may look at the outcome (there is no graph to capture), so rows are sorted in full only where the
-    # guess was too small. Both ways sum the same numbers in the same order.
-    kept_RV, is_settled_R = _apply_top_p_guessed(z_RV, top_p_R, log_sum_R)
-    open_rows = (~is_settled_R).nonzero().squeeze(1)
+    # guesses were too small. All ways sum the same numbers in the same order.
+    cuts_R = top_p_R < 1.0
+    kept_RV = torch.full_like(z_RV, -torch.inf)
+    kept_RV[~cuts_R] = z_RV[~cuts_R]
+    open_rows = cuts_R.nonzero().squeeze(1)
+    for num_candidates in _NUCLEUS_GUESSES:
+        if open_rows.numel() == 0 or num_candidates >= z_RV.shape[1]:
+            break
+        open_z = z_RV if open_rows.numel() == z_RV.shape[0] else z_RV[open_rows]
+        ids, members, is_settled = _guess_nucleus(open_z, top_p_R[open_rows], log_sum_R[open_rows], num_candidates)
+        kept_RV[open_rows[is_settled].unsqueeze(1), ids[is_settled]] = members[is_settled]
+        open_rows = open_rows[~is_settled]
     if open_rows.numel() > 0:
         kept_RV[open_rows] = _apply_top_p_sorted(z_RV[open_rows], top_p_R[open_rows], log_sum_R[open_rows])
     return kept_RV
@@ -144,15 +153,14 @@ def _apply_top_p_sorted(z_RV: Tensor, top_p_R: Tensor, log_sum_R: Tensor) -> Ten
     return z_RV.masked_fill(torch.zeros_like(outside_RV).scatter(1, ids_RV, outside_RV), -torch.inf)
 
 
-def _apply_top_p_guessed(z_RV: Tensor, top_p_R: Tensor, log_sum_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Cut to the nucleus if it lies within the largest tokens; the second result tells for which rows it does."""
-    ids_RM = torch.topk(z_RV, _NUCLEUS_GUESS, dim=-1).indices.sort(dim=-1).values
+def _guess_nucleus(
+    z_RV: Tensor, top_p_R: Tensor, log_sum_R: Tensor, num_candidates: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cut the largest tokens to the nucleus: their ids, their logits or -inf, and for which rows that was enough."""
+    ids_RM = torch.topk(z_RV, num_candidates, dim=-1).indices.sort(dim=-1).values
     sorted_RM, order_RM = torch.sort(z_RV.gather(1, ids_RM), dim=-1, descending=True, stable=True)
     outside_RM = _outside_nucleus(sorted_RM, top_p_R, log_sum_R)
-    inside_RM = torch.where(outside_RM, -torch.inf, sorted_RM)
-    kept_RV = torch.full_like(z_RV, -torch.inf).scatter(1, ids_RM.gather(1, order_RM), inside_RM)
-    keeps_all_R = top_p_R >= 1.0
     # The smallest member has to lie strictly above the smallest candidate, else ties with it may be out of sight.
     smallest_member_R = sorted_RM.masked_fill(outside_RM, torch.inf).amin(dim=-1)
-    is_settled_R = keeps_all_R | (outside_RM[:, -1] & (smallest_member_R > sorted_RM[:, -1]))
-    return torch.where(keeps_all_R.unsqueeze(1), z_RV, kept_RV), is_settled_R
+    is_settled_R = outside_RM[:, -1] & (smallest_member_R > sorted_RM[:, -1])
+    return ids_RM.gather(1, order_RM), sorted_RM.masked_fill(outside_RM, -torch.inf), is_settled_R

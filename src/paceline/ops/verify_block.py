@@ -14,7 +14,7 @@ drawn from and the three noise domains stay apart (see `noise`). One-hot judging
 and residual are made for the one stop row of each request, not for all rows. Nothing here reads a tensor value on the
 host, so the whole op can sit in a CUDA graph.
 
-Source: arXiv 2302.01318, algorithm 2; sampling.md sections 1.3 and 1.4 for log space, ties and edge cases.
+Source: arXiv 2302.01318, algorithm 2; the residual is taken in log space.
 """
 
 from __future__ import annotations

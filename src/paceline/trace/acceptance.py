@@ -13,7 +13,7 @@ Over the N steps that verified at least one draft (d >= 1), with a = drafts kept
     delivered per step         tokens delivered / N     below the acceptance length by the bonus tokens that a stop
                                                         or the budget cut off
 
-Source: sampling.md section 7.3; vLLM and SGLang use the same words for the first two.
+vLLM and SGLang use the same words for the first two; vLLM divides per-position counts by N even where depths differ.
 """
 
 from __future__ import annotations

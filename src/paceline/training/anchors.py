@@ -22,7 +22,7 @@ class Blocks:
     Attributes:
         anchors_BA: int64 positions, ascending; 0 where invalid.
         valid_BA: bool.
-        positions_BAQ: int64, anchor + row, clamped to the batch width where masked anyway.
+        positions_BAQ: int64, anchor + row: as in serving, rows may lie past the end of the conversation.
         labels_BAQ: int64 token at each position; meaningless where `counts_BAQ` is false.
         counts_BAQ: bool, rows that carry loss: supervised, inside the conversation, no gap since the anchor; row 0 never.
     """
@@ -81,8 +81,7 @@ def make_blocks(
     offsets = torch.arange(block_size, device=anchors_BA.device)
     positions = anchors_BA.unsqueeze(-1) + offsets
     inside = positions < width
-    positions = positions.clamp(max=width - 1)
-    flat = positions.flatten(1)
+    flat = positions.clamp(max=width - 1).flatten(1)
     labels = token_ids_BS.gather(1, flat).view_as(positions)
     supervised = supervised_BS.gather(1, flat).view_as(positions) & inside
     supervised[..., 0] = True  # the anchor starts the unbroken run

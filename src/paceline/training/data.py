@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -141,40 +140,47 @@ def read_conversations(path: Path, *, vocab_size: int, encoder: ChatEncoder | No
         raise DataError(f"{path} is neither .npz nor .jsonl", hint="token arrays as .npz, chats as .jsonl")
     if len(conversations) == 0 or conversations.num_supervised == 0:
         raise DataError(f"{path} holds no response token to learn from")
-    largest = int(conversations.tokens.max())
-    if largest >= vocab_size or int(conversations.tokens.min()) < 0:
+    smallest, largest = int(conversations.tokens.min()), int(conversations.tokens.max())
+    if largest >= vocab_size or smallest < 0:
         raise DataError(
-            f"{path} holds token id {largest}; the target's vocabulary has {vocab_size}",
+            f"{path} holds token id {smallest if smallest < 0 else largest}; the target's vocabulary has {vocab_size}",
             hint="data made with this target's tokenizer",
         )
-    return conversations
+    return replace(conversations, tokens=conversations.tokens.astype(np.int32))
 
 
 def _read_tokens(path: Path) -> Conversations:
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             missing = {"tokens", "prompt_len", "response_len"} - set(arrays.files)
             if missing:
                 raise DataError(f"{path} lacks the arrays {sorted(missing)}; it has {sorted(arrays.files)}")
             tokens, prompts, responses = (arrays[name] for name in ("tokens", "prompt_len", "response_len"))
-    except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
+    except DataError:
+        raise
+    except Exception as error:  # a damaged archive fails in whatever layer meets the damage: zip, deflate, header, pickle
         raise DataError(f"cannot read {path}: {error}", hint="a complete .npz file; was the copy cut short?") from error
+    for name, array in (("tokens", tokens), ("prompt_len", prompts), ("response_len", responses)):
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise DataError(f"{path}: {name} is {array.dtype} of shape {array.shape}, expected one row of integers")
     prompts, responses = prompts.astype(np.int64), responses.astype(np.int64)
-    if prompts.shape != responses.shape or prompts.ndim != 1:
+    if prompts.shape != responses.shape:
         raise DataError(f"{path}: prompt_len has shape {prompts.shape}, response_len {responses.shape}")
+    if min(prompts.min(initial=0), responses.min(initial=0)) < 0:
+        raise DataError(f"{path}: prompt_len or response_len holds a negative length")
     starts = np.concatenate([[0], np.cumsum(prompts + responses)])
     if starts[-1] != tokens.size:
         raise DataError(f"{path}: the lengths add up to {starts[-1]} tokens, the file holds {tokens.size}")
     supervised = np.zeros(tokens.size, bool)
     for start, prompt, end in zip(starts[:-1], prompts, starts[1:], strict=True):
         supervised[start + prompt : end] = True
-    return Conversations(tokens.astype(np.int32), supervised, starts.astype(np.int64))
+    return Conversations(tokens.astype(np.int64), supervised, starts.astype(np.int64))
 
 
 def _read_chats(path: Path, encoder: ChatEncoder) -> Conversations:
     rows: list[tuple[list[int], list[bool]]] = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # str.splitlines would also cut inside JSON strings
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read {path}: {error}") from error
     for number, line in enumerate(lines, start=1):
@@ -182,7 +188,7 @@ def _read_chats(path: Path, encoder: ChatEncoder) -> Conversations:
             continue
         try:
             messages = json.loads(line)["messages"]
-            turns = [{"role": str(m["role"]), "content": str(m["content"])} for m in messages]
+            turns = [{"role": _text(m["role"]), "content": _text(m["content"])} for m in messages]
         except (ValueError, TypeError, KeyError) as error:
             raise DataError(
                 f"{path}:{number} is not a chat: {error!r}",
@@ -194,6 +200,12 @@ def _read_chats(path: Path, encoder: ChatEncoder) -> Conversations:
     marks = [np.array(mark, bool) for _, mark in rows] or [np.empty(0, bool)]
     starts = np.concatenate([[0], np.cumsum([len(ids) for ids, _ in rows])]).astype(np.int64)
     return Conversations(np.concatenate(tokens), np.concatenate(marks), starts)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected text, found {value!r}")
+    return value
 
 
 def encode_turns(turns: Sequence[Mapping[str, str]], encoder: ChatEncoder, *, where: str) -> tuple[list[int], list[bool]]:

@@ -366,18 +366,21 @@ class _Meter:
             "step %d/%d loss %.4f first-row accuracy %s rate %.2e %.0f tok/s, %.0f s left",
             step, self._num_steps, loss, first, rate, tokens_per_second, left,
         )
-        self._reset()
-        return {
+        row = {
             "kind": "train",
             "step": step,
             "loss": loss,
             "gradient_norm": norm,
             "rate": rate,
+            "num_steps": len(results),
+            "seconds": seconds,
             "tokens_per_second": tokens_per_second,
             "num_rows": sum(counted),
             "num_bad_steps": sum(not bool(r.is_finite) for r in results),
             "accuracy_by_row": accuracy,
         }
+        self._reset()
+        return row
 
     def _reset(self) -> None:
         self._results: list[StepResult] = []

@@ -80,8 +80,9 @@ def draft_blocks(
         kind: block_visibility(blocks.anchors_BA, Q, S, window=kind[0], causal=kind[1]) for kind in dict.fromkeys(kinds)
     }
     attend = BlocksOverContext(context, [masks[kind] for kind in kinds])
-    rows = drafter.embed_block(block_embeddings).flatten(1, 2)
-    hidden = drafter.backbone(rows, blocks.positions_BAQ.flatten(1), attend)
+    rows = drafter.embed_block(block_embeddings.to(features.dtype)).flatten(1, 2)
+    last = drafter.backbone.position_table.shape[0] - 1
+    hidden = drafter.backbone(rows, blocks.positions_BAQ.flatten(1).clamp(max=last), attend)
     return hidden.unflatten(1, (A, Q))
 
 

@@ -6,6 +6,7 @@ anchors runs up to 70 % higher, since easy spans hold many anchors but are cross
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,6 +57,15 @@ def walk(accepted: Sequence[int], num_tokens: int) -> list[int]:
     return visited
 
 
+def _walk_responses(accepted: np.ndarray, anchors: np.ndarray) -> list[int]:
+    """Indices that the walks of all responses visit; a gap between anchors is a new response."""
+    borders = [0, *(np.flatnonzero(np.diff(anchors) != 1) + 1).tolist(), len(anchors)]
+    visited = []
+    for start, end in itertools.pairwise(borders):
+        visited += [start + index for index in walk(accepted[start:end], end - start + 1)]
+    return visited
+
+
 @torch.no_grad()
 def simulate(
     drafter: DFlashDrafter,
@@ -71,7 +81,7 @@ def simulate(
     Args:
         drafter: as it is; its mode is left alone.
         target: frozen.
-        conversations: greedy output of the target, one response each (the last supervised run of a row is walked).
+        conversations: greedy output of the target; every response of a row is walked on its own.
         batch_size: conversations per pass.
         max_length: cut of each conversation.
         mixed_precision: as in training.
@@ -96,8 +106,9 @@ def simulate(
         right = ids.view(blocks.labels_BAQ[:, :, 1:].shape).eq(blocks.labels_BAQ[:, :, 1:]) & blocks.counts_BAQ[:, :, 1:]
         accepted_BA = right.long().cumprod(-1).sum(-1).cpu().numpy()
         for row in range(len(indices)):
-            counts = accepted_BA[row][valid[row].cpu().numpy()]
-            steps = walk(counts, len(counts) + 1)
+            kept_anchors = valid[row].cpu().numpy()
+            counts = accepted_BA[row][kept_anchors]
+            steps = _walk_responses(counts, anchors[row].cpu().numpy()[kept_anchors])
             if not steps:
                 continue
             all_accepted, num_anchors = all_accepted + int(counts.sum()), num_anchors + len(counts)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from paceline.checkpoint.contract import DrafterContract
 from paceline.models.layers import Attend, DecoderLayer, Linear, LinearMode, RMSNorm, set_linear_mode
 from paceline.models.positions import position_table
-from paceline.ops.rotary import apply_rotary
+from paceline.ops.rotary import expand_rotary, turn_heads
 
 
 class DrafterBackbone(nn.Module):
@@ -81,24 +81,25 @@ class DrafterBackbone(nn.Module):
         Returns:
             Per layer, keys (normed and turned) and values, each [..., M, H].
         """
-        table = self.position_table[positions]
         neox = self.contract.is_neox_style
+        rows = expand_rotary(self.position_table[positions], features.dtype, is_neox_style=neox)
         if self._stacked_kv is None:
-            return [layer.self_attn.context_kv(features, table, is_neox_style=neox) for layer in self._decoder_layers()]
+            return [layer.self_attn.context_kv(features, rows, is_neox_style=neox) for layer in self._decoder_layers()]
         kv = self._stacked_kv(features).unflatten(-1, (len(self.layers), 2, -1, self.contract.head_size))
         pairs = []
         for index, layer in enumerate(self._decoder_layers()):
             assert layer.self_attn.k_norm is not None
             k = layer.self_attn.k_norm(kv[..., index, 0, :, :])
-            pairs.append((apply_rotary(k, table, is_neox_style=neox), kv[..., index, 1, :, :]))
+            pairs.append((turn_heads(k, rows, is_neox_style=neox), kv[..., index, 1, :, :]))
         return pairs
 
     def forward(self, embeddings_BQD: Tensor, positions_BQ: Tensor, attend: Attend) -> Tensor:
         """Run the block rows through every layer; returns [B, Q, D] after the final norm."""
         x = embeddings_BQD
-        table = self.position_table[positions_BQ]
+        neox = self.contract.is_neox_style
+        rows = expand_rotary(self.position_table[positions_BQ], x.dtype, is_neox_style=neox)
         for index, layer in enumerate(self.layers):
-            x = layer(x, table, attend, index, is_neox_style=self.contract.is_neox_style)
+            x = layer(x, rows, attend, index, is_neox_style=neox)
         hidden: Tensor = self.norm(x)
         return hidden
 

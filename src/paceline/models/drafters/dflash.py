@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from paceline.checkpoint.contract import DraftSampleMethod, DrafterContract
+from paceline.checkpoint.contract import DrafterContract, DraftSampleMethod
 from paceline.models.drafters.backbone import DrafterBackbone
 from paceline.models.drafters.proposal import Proposal
 from paceline.ops.noise import DRAFT, gumbel_from_hash, hash32, mix_step
@@ -82,8 +82,9 @@ class DFlashDrafter(nn.Module):
                 mix_step(seed_B, step_B)[:, None, None], (position_B[:, None] + offsets_K)[:, :, None], ids_BKC, DRAFT
             )
         )
-        score_BKC = torch.where(is_greedy_B[:, None, None], values_BKC, log_q_BKC + noise_BKC)
-        chosen_BK = ids_BKC.gather(-1, score_BKC.argmax(dim=-1, keepdim=True)).squeeze(-1)
+        drawn_BK = ids_BKC.gather(-1, (log_q_BKC + noise_BKC).argmax(dim=-1, keepdim=True)).squeeze(-1)
+        # topk lists equal logits in any order, argmax takes the lowest id, which is what the target's own argmax does.
+        chosen_BK = torch.where(is_greedy_B[:, None], logits_BKV.argmax(dim=-1), drawn_BK)
         return Proposal(chosen_BK, ids_BKC, log_q_BKC)
 
     def checkpoint_parameters(self) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from paceline.checkpoint.contract import AuxHiddenStream, CaptureId, TargetContr
 from paceline.models.layers import Attend, DecoderLayer, Linear, RMSNorm
 from paceline.models.positions import position_table
 from paceline.models.taps import TapCollector
+from paceline.ops.rotary import expand_rotary
 
 
 class DenseTarget(nn.Module):
@@ -76,11 +77,11 @@ class DenseTarget(nn.Module):
             [B, T, D], after the final norm.
         """
         x = self.embed_tokens(token_ids_BT)
-        table = self.position_table[positions_BT]
+        rows = expand_rotary(self.position_table[positions_BT], x.dtype)
         if taps is not None:
             taps.observe(0, x)
         for index, layer in enumerate(self.layers):
-            x = layer(x, table, attend, index)
+            x = layer(x, rows, attend, index)
             if taps is not None:
                 taps.observe(index + 1, x)
         hidden: Tensor = self.norm(x)

@@ -1,0 +1,1 @@
+"""Text and features that a target makes of itself."""

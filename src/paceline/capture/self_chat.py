@@ -1,0 +1,218 @@
+"""Training conversations from the target alone: it writes the user's turn at temperature 1, then answers it.
+
+All rows of a batch open with the same template text and advance one token a step in lockstep, so positions are equal
+across the batch, no row is padded and attention needs no mask. Rows whose user turn has ended take the template's
+closing tokens one by one; rows whose answer has ended run along idle until the batch is done.
+
+B rows, S tokens, N query heads, M key/value heads, H head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.checkpoint.weights import replacing
+from paceline.errors import CompatibilityError
+from paceline.models.loading import LoadedTarget
+from paceline.models.targets.dense import DenseTarget
+from paceline.ops.attention import attention
+
+_log = logging.getLogger(__name__)
+
+_USER, _TEMPLATE, _ANSWER, _DONE = range(4)
+
+
+@dataclass(frozen=True)
+class SelfChatSettings:
+    """What to generate.
+
+    Attributes:
+        num_conversations: rows started; duplicates of a user turn are dropped afterwards.
+        batch_size: rows at a time.
+        max_user_tokens: a longer user turn is dropped, since it was cut.
+        max_answer_tokens: an answer is cut there and kept.
+        greedy_share: share of rows answered greedily; the rest at `temperature`.
+        temperature: of the other answers.
+        seed: of all draws.
+    """
+
+    num_conversations: int
+    batch_size: int = 4096
+    max_user_tokens: int = 98
+    max_answer_tokens: int = 320
+    greedy_share: float = 0.75
+    temperature: float = 0.8
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Token ids of one prompt, rendered, and of its answer, end token included unless it was cut."""
+
+    prompt_ids: np.ndarray
+    answer_ids: np.ndarray
+
+
+class _Lockstep:
+    """Keys and values of a batch whose rows are all equally long."""
+
+    def __init__(self, target: DenseTarget, batch_size: int, length: int) -> None:
+        contract, weight = target.contract, target.norm.weight
+        shape = (contract.num_layers, 2, batch_size, contract.num_kv_heads, length, contract.head_size)
+        self._cache = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        self.length = 0
+
+    def __call__(self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor) -> Tensor:
+        end = self.length + q_BTNH.shape[1]
+        k, v = self._cache[layer]
+        k[:, :, self.length : end] = k_BTMH.transpose(1, 2)
+        v[:, :, self.length : end] = v_BTMH.transpose(1, 2)
+        visible = None
+        if q_BTNH.shape[1] > 1:
+            visible = torch.ones(q_BTNH.shape[1], end, dtype=torch.bool, device=k.device).tril(self.length)
+        return attention(q_BTNH.transpose(1, 2), k[:, :, :end], v[:, :, :end], visible=visible).transpose(1, 2)
+
+
+def generate_self_chat(target: LoadedTarget, settings: SelfChatSettings) -> Iterator[Conversation]:
+    """Generate batch by batch; user turns that were cut, are empty or occurred before are left out.
+
+    Args:
+        target: loaded with plain linears; a GPU makes this worth while.
+        settings: see above.
+    Raises:
+        CompatibilityError: the target has no chat template, or one that does not put the user's text between fixed parts.
+    """
+    opening, closing = template_around_user(target)
+    generator = torch.Generator(target.model.norm.weight.device).manual_seed(settings.seed)
+    seen: set[bytes] = set()
+    began, num_tokens = time.perf_counter(), 0
+    for first in range(0, settings.num_conversations, settings.batch_size):
+        size = min(settings.batch_size, settings.num_conversations - first)
+        for conversation in _one_batch(target.model, opening, closing, size, settings, generator):
+            key = conversation.prompt_ids.tobytes()
+            if key not in seen:
+                seen.add(key)
+                num_tokens += len(conversation.answer_ids)
+                yield conversation
+        _log.info(
+            "%d conversations, %d answer tokens, %.0f tokens/s",
+            len(seen), num_tokens, num_tokens / (time.perf_counter() - began),
+        )
+
+
+def template_around_user(target: LoadedTarget) -> tuple[list[int], list[int]]:
+    """Token ids that the chat template puts before and after the user's first turn, up to the answer.
+
+    Raises:
+        CompatibilityError: see `generate_self_chat`.
+    """
+    renders = [target.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in ("0", "yes")]
+    shorter = min(map(len, renders))
+    before = next((i for i in range(shorter) if renders[0][i] != renders[1][i]), shorter)
+    after = next((i for i in range(shorter - before) if renders[0][-1 - i] != renders[1][-1 - i]), shorter - before)
+    opening, closing = renders[0][:before], renders[0][len(renders[0]) - after :]
+    if before == 0 or after == 0 or closing[0] not in target.contract.stop_token_ids:
+        raise CompatibilityError(
+            "the chat template does not close the user's turn with a stop token, so the target cannot write that turn",
+            origin={"target": target.contract.origin},
+            hint="prompts from a file instead",
+        )
+    return opening, closing
+
+
+@torch.inference_mode()
+def _one_batch(
+    model: DenseTarget,
+    opening: list[int],
+    closing: list[int],
+    size: int,
+    settings: SelfChatSettings,
+    generator: torch.Generator,
+) -> list[Conversation]:
+    device = model.norm.weight.device
+    length = len(opening) + settings.max_user_tokens + len(closing) + settings.max_answer_tokens
+    cache = _Lockstep(model, size, length)
+    end_of_turn = closing[0]
+    ids = torch.full((size, length + 1), end_of_turn, dtype=torch.int64, device=device)
+    ids[:, : len(opening)] = torch.tensor(opening, device=device)
+    phase = torch.full((size,), _USER, device=device)
+    answer_start = torch.full((size,), length, device=device)
+    answer_end = torch.full((size,), length, device=device)
+    forced = torch.tensor([*closing, end_of_turn], device=device)
+    forced_index = torch.zeros(size, dtype=torch.int64, device=device)
+    is_greedy = torch.rand(size, device=device, generator=generator) < settings.greedy_share
+    hidden = model(ids[:, : len(opening)], torch.arange(len(opening), device=device).expand(size, -1), cache)
+    cache.length = len(opening)
+    for position in range(len(opening), length):
+        logits = model.logits(hidden[:, -1])
+        temperature = torch.where(phase == _USER, 1.0, settings.temperature)
+        drawn = _draw(logits, temperature, generator)
+        chosen = torch.where(is_greedy & (phase == _ANSWER), logits.argmax(-1), drawn)
+        chosen = torch.where(phase == _TEMPLATE, forced[forced_index], chosen)
+        chosen = torch.where(phase == _DONE, end_of_turn, chosen)
+        ids[:, position] = chosen
+
+        # Phases move on after the token: a user turn that ends has written closing[0] itself.
+        ended_answer = (phase == _ANSWER) & (
+            (chosen == end_of_turn) | (position + 1 - answer_start >= settings.max_answer_tokens)
+        )
+        answer_end = torch.where(ended_answer, position + 1, answer_end)
+        template_over = (phase == _TEMPLATE) & (forced_index + 1 >= len(closing))
+        answer_start = torch.where(template_over, position + 1, answer_start)
+        ended_user = (phase == _USER) & (chosen == end_of_turn)
+        too_long = (phase == _USER) & ~ended_user & (position + 1 - len(opening) >= settings.max_user_tokens)
+        forced_index = torch.where(phase == _TEMPLATE, forced_index + 1, forced_index)
+        forced_index = torch.where(ended_user, 1, forced_index)
+        phase = torch.where(ended_answer | too_long, _DONE, phase)
+        phase = torch.where(template_over, _ANSWER, phase)
+        phase = torch.where(ended_user, _TEMPLATE, phase)
+        if position % 32 == 0 and bool((phase == _DONE).all()):
+            break
+        hidden = model(chosen[:, None], torch.full((size, 1), position, device=device), cache)
+        cache.length = position + 1
+    return _collect(ids, answer_start, answer_end, phase, shortest_prompt=len(opening) + len(closing))
+
+
+def _collect(
+    ids: Tensor, answer_start: Tensor, answer_end: Tensor, phase: Tensor, *, shortest_prompt: int
+) -> list[Conversation]:
+    """Rows that have an answer and a user turn; the empty user turn's prompt is template alone."""
+    rows, starts, ends = ids.cpu().numpy(), answer_start.tolist(), answer_end.tolist()
+    conversations = []
+    for row, start, end, is_done in zip(rows, starts, ends, (phase == _DONE).tolist(), strict=True):
+        if is_done and shortest_prompt < start < end:
+            conversations.append(Conversation(row[:start], row[start:end]))
+    return conversations
+
+
+def _draw(logits_BV: Tensor, temperature_B: Tensor, generator: torch.Generator) -> Tensor:
+    """One id per row from softmax(logits / T), by the largest of p / Exponential(1)."""
+    p_BV = (logits_BV.float() / temperature_B[:, None]).softmax(-1)
+    noise_BV = torch.empty_like(p_BV).exponential_(generator=generator)
+    return (p_BV / noise_BV.clamp_(min=1e-30)).argmax(-1)
+
+
+def write_token_file(path: Path, conversations: list[Conversation]) -> None:
+    """Write conversations as a token file that training reads: `tokens`, `prompt_len`, `response_len`; whole or not at all.
+
+    Raises:
+        CapacityError: the disk is full.
+    """
+    pieces = [piece for c in conversations for piece in (c.prompt_ids, c.answer_ids)]
+    tokens = np.concatenate(pieces) if pieces else np.empty(0, np.int64)
+    dtype = np.uint16 if tokens.size == 0 or tokens.max() < 2**16 else np.uint32
+    with replacing(path) as unfinished, unfinished.open("wb") as file:
+        np.savez_compressed(
+            file,
+            tokens=tokens.astype(dtype),
+            prompt_len=np.array([len(c.prompt_ids) for c in conversations], np.uint16),
+            response_len=np.array([len(c.answer_ids) for c in conversations], np.uint16),
+        )

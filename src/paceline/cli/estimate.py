@@ -1,0 +1,134 @@
+"""What a training run would read, hold in memory and compute, counted before any weight is loaded.
+
+Counts of operations are those of matrix products alone (two per multiply-add); the time divides them by a product that
+is timed here and now, at the share of it that training reaches. It says minutes or days, not seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paceline.checkpoint.contract import DrafterContract, TargetContract
+    from paceline.configuration.run import TrainRun
+
+_MASTER_BYTES = 16  # per trained parameter: float32 value, gradient and two moments
+_SAVED_PER_LAYER = 20  # activations that a decoder layer keeps for its gradient, in widths per row
+_SHARE_OF_PEAK = 0.3  # of a bare matrix product's speed, in training as a whole
+_MIB = 2**20
+
+
+def num_drafter_parameters(contract: DrafterContract) -> int:
+    """Trained parameters of a drafter."""
+    width, taps = contract.hidden_size, contract.num_taps
+    queries, keys = contract.num_heads * contract.head_size, contract.num_kv_heads * contract.head_size
+    layer = 2 * width * queries + 2 * width * keys + 3 * width * contract.intermediate_size
+    layer += 2 * width + 2 * contract.head_size
+    joined = taps * contract.target_hidden_size
+    return contract.num_layers * layer + joined * width + 2 * width + (joined if contract.has_tap_norm else 0)
+
+
+def num_target_parameters(contract: TargetContract) -> int:
+    """Parameters of a dense target, its norms and biases left out."""
+    width = contract.hidden_size
+    attention = 2 * width * contract.head_size * (contract.num_heads + contract.num_kv_heads)
+    tables = (1 if contract.tie_word_embeddings else 2) * contract.vocab_size * width
+    return contract.num_layers * (attention + 3 * width * contract.intermediate_size) + tables
+
+
+def estimate_run(run: TrainRun, *, offline: bool) -> dict[str, object]:
+    """Read the data and add up what the run would need.
+
+    Args:
+        run: its settings.
+        offline: never touch the network to find the target's files.
+
+    Returns:
+        Statistics and estimates by name; sizes and times carry their unit in the name.
+
+    Raises:
+        PacelineError: the target or the data cannot be read, or the settings do not fit the target.
+    """
+    import numpy
+
+    from paceline.checkpoint.locate import locate_target
+    from paceline.checkpoint.target_config import read_target_contract
+    from paceline.checkpoint.tokenizer import open_tokenizer
+    from paceline.models.loading import resolve_device, resolve_dtype
+    from paceline.training.data import join, read_conversations, split_held_out
+    from paceline.training.loop import drafter_contract
+
+    path = locate_target(run.target.name, offline=offline)
+    target = read_target_contract(path, run.target.name)
+    drafter = drafter_contract(run, target)
+    reads_chats = any(file.suffix == ".jsonl" for file in run.data.files)
+    tokenizer = open_tokenizer(path) if reads_chats else None
+    encoder = tokenizer if tokenizer is not None and tokenizer.has_chat_template else None
+    splits = [
+        split_held_out(read_conversations(file, vocab_size=target.vocab_size, encoder=encoder), run.data.hold_out)
+        for file in run.data.files
+    ]
+    train = join([learned for learned, _ in splits])
+    mean_length = float(numpy.minimum(numpy.diff(train.starts), run.data.max_length).mean())
+    rows = run.schedule.batch_size * run.schedule.accumulation
+    device = resolve_device(run.device)
+    is_gpu = device.type == "cuda"
+    weight_bytes = resolve_dtype(run.target.dtype, device).itemsize
+    operations = _operations_per_step(run, target, drafter, rows, mean_length)
+    seconds = operations * run.schedule.num_steps / (_product_speed(run.device, is_gpu) * _SHARE_OF_PEAK)
+    return {
+        "num_conversations": len(train),
+        "num_held_out": sum(len(kept) for _, kept in splits),
+        "num_supervised_tokens": train.num_supervised,
+        "mean_length_tokens": round(mean_length, 1),
+        "num_epochs": round(rows * run.schedule.num_steps / len(train), 2),
+        "num_trained_parameters": num_drafter_parameters(drafter),
+        "memory_mib": round(_memory_bytes(run, target, drafter, mean_length, weight_bytes, is_gpu) / _MIB),
+        "teraflop_per_step": round(operations / 1e12, 3),
+        "time_minutes": round(seconds / 60, 1),
+    }
+
+
+def _operations_per_step(
+    run: TrainRun, target: TargetContract, drafter: DrafterContract, rows: int, mean_length: float
+) -> float:
+    tokens = rows * mean_length
+    slots = rows * min(run.schedule.num_anchors, mean_length) * drafter.block_size
+    head = target.vocab_size * target.hidden_size
+    body = num_target_parameters(target) - (1 if target.tie_word_embeddings else 2) * head
+    keys = 2 * drafter.hidden_size * drafter.num_kv_heads * drafter.head_size * drafter.num_layers
+    joined = drafter.num_taps * drafter.target_hidden_size * drafter.hidden_size
+    in_blocks = num_drafter_parameters(drafter) - joined
+    # Head: our logits, their recomputation and the gradient that goes through; the target's logits where kl needs them.
+    head_passes = 3 + ("kl" in run.objective.loss_weights)
+    return 2 * body * tokens + 6 * (joined + keys) * tokens + 6 * in_blocks * slots + 2 * head * head_passes * slots
+
+
+def _memory_bytes(
+    run: TrainRun, target: TargetContract, drafter: DrafterContract, mean_length: float, weight_bytes: int, is_gpu: bool
+) -> float:
+    activation = 2 if is_gpu else 4
+    rows = run.schedule.batch_size
+    slots = rows * min(run.schedule.num_anchors, mean_length) * drafter.block_size
+    features = rows * run.data.max_length * (drafter.num_taps + 2) * target.hidden_size * activation
+    layers = slots * drafter.hidden_size * _SAVED_PER_LAYER * drafter.num_layers * activation
+    logits = 3 * run.objective.chunk_rows * target.vocab_size * 4
+    weights = num_target_parameters(target) * weight_bytes + num_drafter_parameters(drafter) * _MASTER_BYTES
+    return weights + features + layers + logits
+
+
+def _product_speed(device: str, is_gpu: bool) -> float:
+    """Operations per second of a matrix product in the precision that training uses on this device."""
+    import torch
+
+    from paceline.models.loading import resolve_device
+
+    place = resolve_device(device)
+    size = 4096 if is_gpu else 768
+    left = torch.ones((size, size), dtype=torch.bfloat16 if is_gpu else torch.float32, device=place)
+    (left @ left).sum().item()  # the first call pays for set-up; reading the sum waits for the device
+    began = time.perf_counter()
+    products = [left @ left for _ in range(5)]
+    products[-1].sum().item()
+    return 5 * 2 * size**3 / (time.perf_counter() - began)

@@ -1,0 +1,231 @@
+"""Attention over the cache, as the models call it. This is the one place where devices differ.
+
+On a CPU each request attends over a view of exactly its own context: nothing is gathered or padded. On a GPU the batch
+is one masked call over the longest context. In row-invariant arithmetic requests go one by one on any device.
+
+B requests, T rows per request, S keys, N query heads, M key/value heads, H head size, Q block rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from paceline.engine.cache import KeyValueCache
+from paceline.models.layers import Attend
+from paceline.ops.attention import attention, attention_row_invariant, causal_attention
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """Which form of attention an engine uses, decided once.
+
+    Attributes:
+        is_batched: one padded call for all requests; otherwise one exact call per request.
+        is_row_invariant: fixed order of summation, for bitwise tests; implies one call per request.
+    """
+
+    is_batched: bool
+    is_row_invariant: bool
+
+    @classmethod
+    def for_device(cls, device: torch.device, *, is_row_invariant: bool) -> AttentionChoice:
+        """Pick the form for a device and an arithmetic."""
+        return cls(is_batched=device.type != "cpu" and not is_row_invariant, is_row_invariant=is_row_invariant)
+
+
+def write_then_attend(
+    cache: KeyValueCache,
+    choice: AttentionChoice,
+    *,
+    slots: Sequence[int],
+    slots_B: Tensor,
+    starts: Sequence[int],
+    starts_B: Tensor,
+    num_rows: int,
+) -> Attend:
+    """Attention for a target pass: row i of a request is stored at start + i and sees positions 0 to start + i.
+
+    Args:
+        cache: the target's.
+        choice: from `AttentionChoice.for_device`.
+        slots: one per request.
+        slots_B: the same, int64.
+        starts: positions of the first rows.
+        starts_B: the same, int64.
+        num_rows: T.
+    """
+    if choice.is_batched:
+        return _BatchedCausal(cache, slots_B, starts_B, num_rows, max(starts) + num_rows)
+    return _CausalPerRequest(cache, slots, starts, num_rows, choice.is_row_invariant)
+
+
+def attend_block(
+    cache: KeyValueCache,
+    choice: AttentionChoice,
+    *,
+    slots: Sequence[int],
+    slots_B: Tensor,
+    lengths_B: Tensor,
+    max_length: int,
+    num_rows: int,
+    windows: Sequence[int | None],
+    causal: Sequence[bool],
+) -> Attend:
+    """Attention for a draft block: rows see the cached context 0 to length - 1 and the block itself, which stays out
+    of the cache.
+
+    Args:
+        cache: the drafter's context.
+        choice: from `AttentionChoice.for_device`.
+        slots: one per request.
+        slots_B: the same, int64.
+        lengths_B: int64, context lengths; the block's first row sits at this position.
+        max_length: at least the largest of them.
+        num_rows: Q.
+        windows: per layer, tokens that a row may see, itself included: |p - j| < window.
+        causal: per layer, whether a row sees no later row of the block.
+    """
+    if choice.is_batched:
+        return _BatchedBlock(cache, slots_B, lengths_B, max_length, num_rows, windows, causal)
+    lengths = [int(length) for length in lengths_B.tolist()]
+    return _BlockPerRequest(cache, slots, lengths, num_rows, windows, causal, choice.is_row_invariant)
+
+
+def _one_request(
+    q_TNH: Tensor, k_MSH: Tensor, v_MSH: Tensor, visible_TS: Tensor | None, is_row_invariant: bool
+) -> Tensor:
+    """Attention of a single request; returns [1, T, N, H]."""
+    q_NTH = q_TNH.transpose(0, 1)
+    if is_row_invariant:
+        if visible_TS is None:
+            visible_TS = torch.ones(q_TNH.shape[0], k_MSH.shape[1], dtype=torch.bool, device=q_TNH.device)
+        return attention_row_invariant(q_NTH, k_MSH, v_MSH, visible_TS).transpose(0, 1).unsqueeze(0)
+    mixed = attention(q_NTH.unsqueeze(0), k_MSH.unsqueeze(0), v_MSH.unsqueeze(0), visible=visible_TS)
+    return mixed.transpose(1, 2)
+
+
+@dataclass
+class _CausalPerRequest:
+    cache: KeyValueCache
+    slots: Sequence[int]
+    starts: Sequence[int]
+    num_rows: int
+    is_row_invariant: bool
+    _visible: dict[int, Tensor] = field(default_factory=dict)
+
+    def __call__(self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor) -> Tensor:
+        mixed = [
+            self._request(layer, slot, start, q_BTNH[index], k_BTMH[index], v_BTMH[index])
+            for index, (slot, start) in enumerate(zip(self.slots, self.starts, strict=True))
+        ]
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+
+    def _request(self, layer: int, slot: int, start: int, q_TNH: Tensor, k_TMH: Tensor, v_TMH: Tensor) -> Tensor:
+        self.cache.write_rows(layer, slot, start, k_TMH, v_TMH)
+        if start == 0 and self.num_rows > 1 and not self.is_row_invariant:
+            q, k, v = (rows.transpose(0, 1).unsqueeze(0) for rows in (q_TNH, k_TMH, v_TMH))
+            return causal_attention(q, k, v).transpose(1, 2)
+        keys, values = self.cache.context(layer, slot, start + self.num_rows)
+        visible_TS = None if self.num_rows == 1 else self._visible_of(start, q_TNH.device)
+        return _one_request(q_TNH, keys, values, visible_TS, self.is_row_invariant)
+
+    def _visible_of(self, start: int, device: torch.device) -> Tensor:
+        visible = self._visible.get(start)
+        if visible is None:
+            visible = torch.ones(self.num_rows, start + self.num_rows, dtype=torch.bool, device=device).tril_(start)
+            self._visible[start] = visible
+        return visible
+
+
+class _BatchedCausal:
+    def __init__(self, cache: KeyValueCache, slots_B: Tensor, starts_B: Tensor, num_rows: int, length: int) -> None:
+        self._cache, self._slots_B, self._length = cache, slots_B, length
+        self._positions_BT = starts_B.unsqueeze(1) + torch.arange(num_rows, device=starts_B.device)
+        key_S = torch.arange(length, device=starts_B.device)
+        self._visible_B1TS = (key_S <= self._positions_BT.unsqueeze(2)).unsqueeze(1)
+
+    def __call__(self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor) -> Tensor:
+        self._cache.write_batch(layer, self._slots_B, self._positions_BT, k_BTMH, v_BTMH)
+        keys, values = self._cache.gather(layer, self._slots_B, self._length)
+        return attention(q_BTNH.transpose(1, 2), keys, values, visible=self._visible_B1TS).transpose(1, 2)
+
+
+def _block_visible(position_Q: Tensor, key_S: Tensor, window: int | None, is_causal: bool) -> Tensor:
+    """The rule of drafter attention on absolute positions; broadcasts over leading dimensions."""
+    distance = position_Q.unsqueeze(-1) - key_S
+    visible = distance >= 0 if is_causal else torch.ones_like(distance, dtype=torch.bool)
+    return visible if window is None else visible & (distance.abs() < window)
+
+
+class _BlockPerRequest:
+    def __init__(
+        self,
+        cache: KeyValueCache,
+        slots: Sequence[int],
+        lengths: Sequence[int],
+        num_rows: int,
+        windows: Sequence[int | None],
+        causal: Sequence[bool],
+        is_row_invariant: bool,
+    ) -> None:
+        self._cache, self._slots, self._lengths = cache, slots, lengths
+        self._num_rows, self._windows, self._causal = num_rows, windows, causal
+        self._is_row_invariant = is_row_invariant
+        self._visible: dict[tuple[int, int | None, bool], Tensor] = {}
+
+    def __call__(self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor) -> Tensor:
+        mixed = []
+        for index, (slot, length) in enumerate(zip(self._slots, self._lengths, strict=True)):
+            context_k, context_v = self._cache.context(layer, slot, length)
+            k = torch.cat((context_k, k_BTMH[index].transpose(0, 1)), dim=1)
+            v = torch.cat((context_v, v_BTMH[index].transpose(0, 1)), dim=1)
+            visible = self._visible_of(length, self._windows[layer], self._causal[layer], q_BTNH.device)
+            mixed.append(_one_request(q_BTNH[index], k, v, visible, self._is_row_invariant))
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+
+    def _visible_of(self, length: int, window: int | None, is_causal: bool, device: torch.device) -> Tensor | None:
+        num_keys = length + self._num_rows
+        if not is_causal and (window is None or window >= num_keys):
+            return None
+        key = (length, window, is_causal)
+        if key not in self._visible:
+            key_S = torch.arange(num_keys, device=device)
+            self._visible[key] = _block_visible(key_S[length:], key_S, window, is_causal)
+        return self._visible[key]
+
+
+class _BatchedBlock:
+    def __init__(
+        self,
+        cache: KeyValueCache,
+        slots_B: Tensor,
+        lengths_B: Tensor,
+        max_length: int,
+        num_rows: int,
+        windows: Sequence[int | None],
+        causal: Sequence[bool],
+    ) -> None:
+        self._cache, self._slots_B, self._max_length = cache, slots_B, max_length
+        device = lengths_B.device
+        context_S = torch.arange(max_length, device=device)
+        position_BQ = lengths_B.unsqueeze(1) + torch.arange(num_rows, device=device)
+        key_BS = torch.cat((context_S.expand(lengths_B.shape[0], -1), position_BQ), dim=1)
+        # Keys past a request's own length are rows of refused drafts or of nobody; only the tail holds real ones there.
+        is_real_BS = torch.cat(
+            (context_S < lengths_B.unsqueeze(1), torch.ones_like(position_BQ, dtype=torch.bool)), dim=1
+        )
+        by_kind: dict[tuple[int | None, bool], Tensor] = {}
+        for kind in set(zip(windows, causal, strict=True)):
+            visible_BQS = _block_visible(position_BQ, key_BS.unsqueeze(1), *kind) & is_real_BS.unsqueeze(1)
+            by_kind[kind] = visible_BQS.unsqueeze(1)
+        self._visible = [by_kind[kind] for kind in zip(windows, causal, strict=True)]
+
+    def __call__(self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor) -> Tensor:
+        context_k, context_v = self._cache.gather(layer, self._slots_B, self._max_length)
+        k = torch.cat((context_k, k_BTMH.transpose(1, 2)), dim=2)
+        v = torch.cat((context_v, v_BTMH.transpose(1, 2)), dim=2)
+        return attention(q_BTNH.transpose(1, 2), k, v, visible=self._visible[layer]).transpose(1, 2)

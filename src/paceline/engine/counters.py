@@ -1,0 +1,79 @@
+"""What an engine counts. Ratios of these counts are defined in `trace/acceptance.py` and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.models.layers import LinearMode
+from paceline.trace.step import StepRecord
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A snapshot of an engine's counters since it was made.
+
+    Attributes:
+        num_steps: decode steps of the batch.
+        num_request_steps: the same, counted once per request taking part.
+        num_draft_tokens: drafts judged.
+        num_accepted: drafts kept and delivered.
+        drafted_per_position: drafts judged at each position of a block.
+        accepted_per_position: of them, kept and delivered.
+        num_prefill_tokens: prompt tokens run.
+        num_output_tokens: tokens delivered.
+        num_finished: requests that ended, whatever the reason.
+        num_aborted: of them, aborted.
+        num_numeric_errors: of them, ended by NaN or infinity in the target's logits.
+        num_undrafted: requests that went on without drafts because the drafter has fewer positions than they needed.
+        num_impossible_drafts: drafts that their own distribution gave probability 0; anything but 0 is a bug.
+        num_running: requests in slots.
+        num_waiting: requests without a slot.
+        num_free_slots: slots without a request.
+        target_cache_bytes: memory of the target's keys and values.
+        drafter_cache_bytes: memory of the drafter's context.
+        linear_mode: arithmetic of the linears.
+        method: "plain", or how drafts are made.
+        mean_step_ms: wall time per decode step; 0 before the first.
+    """
+
+    num_steps: int
+    num_request_steps: int
+    num_draft_tokens: int
+    num_accepted: int
+    drafted_per_position: tuple[int, ...]
+    accepted_per_position: tuple[int, ...]
+    num_prefill_tokens: int
+    num_output_tokens: int
+    num_finished: int
+    num_aborted: int
+    num_numeric_errors: int
+    num_undrafted: int
+    num_impossible_drafts: int
+    num_running: int
+    num_waiting: int
+    num_free_slots: int
+    target_cache_bytes: int
+    drafter_cache_bytes: int
+    linear_mode: LinearMode
+    method: str
+    mean_step_ms: float
+
+
+class Counters:
+    """The running totals behind `EngineStats`."""
+
+    def __init__(self, num_draft_tokens: int) -> None:
+        self.num_steps = self.num_request_steps = self.num_prefill_tokens = self.num_output_tokens = 0
+        self.num_finished = self.num_aborted = self.num_numeric_errors = 0
+        self.num_undrafted = self.num_impossible_drafts = 0
+        self.total_step_ms = 0.0
+        self.drafted_per_position = [0] * num_draft_tokens
+        self.accepted_per_position = [0] * num_draft_tokens
+
+    def count_step(self, record: StepRecord) -> None:
+        """Add one request's part of a step."""
+        self.num_request_steps += 1
+        for position in range(record.num_draft_tokens):
+            self.drafted_per_position[position] += 1
+        for position in range(record.num_accepted):
+            self.accepted_per_position[position] += 1

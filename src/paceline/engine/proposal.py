@@ -1,0 +1,165 @@
+"""Drafting: a proposer keeps the drafter's context up to date and turns anchors into draft blocks.
+
+B requests, T rows of a target pass, K draft tokens, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.checkpoint.contract import DraftSampleMethod, TargetLayerId
+from paceline.engine.attends import AttentionChoice, attend_block
+from paceline.engine.cache import KeyValueCache
+from paceline.engine.slots import SlotState
+from paceline.models.drafters.dflash import MAX_CANDIDATES, DFlashDrafter
+from paceline.models.drafters.proposal import Proposal
+from paceline.models.targets.dense import DenseTarget
+from paceline.ops.sample_tokens import NO_TOKEN
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The requests of one target pass, on the host and on the device.
+
+    Attributes:
+        slots: one slot per request.
+        slots_B: the same, int64.
+        starts: position of each request's first row.
+        starts_B: the same, int64.
+        num_rows: T, rows per request.
+    """
+
+    slots: Sequence[int]
+    slots_B: Tensor
+    starts: Sequence[int]
+    starts_B: Tensor
+    num_rows: int
+
+
+class Proposer(Protocol):
+    """What the engine needs of anything that drafts.
+
+    Attributes:
+        name: for traces, such as "dflash/greedy".
+        num_draft_tokens: K, proposals per block.
+        num_candidates: width of the stored q; 0 if proposals are one-hot.
+        max_positions: positions below this can be drafted for; beyond it a request goes on without drafts.
+        target_layer_ids: target layers whose outputs `write_context` wants, ascending.
+    """
+
+    name: str
+    num_draft_tokens: int
+    num_candidates: int
+    max_positions: int
+    target_layer_ids: tuple[TargetLayerId, ...]
+
+    @property
+    def cache(self) -> KeyValueCache | None:
+        """Context keys and values, if it keeps any."""
+        ...
+
+    def write_context(self, rows: Rows, taps: Sequence[Tensor], positions_BT: Tensor) -> None:
+        """Take in the taps of target rows, refused ones among them: those are written again before they count."""
+        ...
+
+    def propose(self, rows: Rows, state: SlotState, *, all_greedy: bool) -> Proposal:
+        """Draft the block after each request's anchor; `state` is committed, so anchors sit at `state.lengths`."""
+        ...
+
+
+class BlockProposer:
+    """A DFlash drafter served from the cache.
+
+    Context keys exist for positions 0..n-1 only; the block's own rows, anchor included, are a dense tail that never
+    enters the cache. So there is nothing to roll back, and a refused draft leaves no trace.
+
+    Args:
+        target: lends embedding and head.
+        drafter: prepared for serving.
+        cache: the drafter's planes, addressed by the same slots as the target's.
+        choice: form of attention.
+        num_draft_tokens: K; fewer than trained drops mask rows from the block's end.
+        method: how drafts are drawn from the drafter's logits.
+    """
+
+    def __init__(
+        self,
+        target: DenseTarget,
+        drafter: DFlashDrafter,
+        cache: KeyValueCache,
+        choice: AttentionChoice,
+        *,
+        num_draft_tokens: int,
+        method: DraftSampleMethod,
+    ) -> None:
+        contract = drafter.contract
+        self._target, self._drafter, self._cache, self._choice = target, drafter, cache, choice
+        self._method: DraftSampleMethod = method
+        self.name = f"{contract.family}/{method}"
+        self.num_draft_tokens = num_draft_tokens
+        self.num_candidates = min(MAX_CANDIDATES, contract.vocab_size) if method == "probabilistic" else 0
+        self.max_positions = min(contract.max_position_embeddings, drafter.backbone.position_table.shape[0])
+        self.target_layer_ids = contract.target_layer_ids
+        self._offsets_Q = torch.arange(num_draft_tokens + 1, device=cache.planes.device)
+
+    @property
+    def cache(self) -> KeyValueCache:
+        """Context keys and values of every slot."""
+        return self._cache
+
+    def write_context(self, rows: Rows, taps: Sequence[Tensor], positions_BT: Tensor) -> None:
+        """Project taps to keys and values of every drafter layer and store them beside the target's."""
+        backbone = self._drafter.backbone
+        # A request beyond the drafter's positions drafts no more; its rows are written only to keep the batch uniform.
+        turned_as_BT = positions_BT.clamp(max=self.max_positions - 1)
+        pairs = backbone.context_kv(backbone.context_features(taps), turned_as_BT)
+        for layer, (k_BTMH, v_BTMH) in enumerate(pairs):
+            if self._choice.is_batched:
+                self._cache.write_batch(layer, rows.slots_B, positions_BT, k_BTMH, v_BTMH)
+            else:
+                for index, (slot, start) in enumerate(zip(rows.slots, rows.starts, strict=True)):
+                    self._cache.write_rows(layer, slot, start, k_BTMH[index], v_BTMH[index])
+
+    def propose(self, rows: Rows, state: SlotState, *, all_greedy: bool) -> Proposal:
+        """One pass of the drafter over [anchor, mask, ...] of every request."""
+        lengths_B = state.lengths[rows.slots_B]
+        anchors_B = state.anchors[rows.slots_B].clamp(min=0)
+        positions_BQ = lengths_B.unsqueeze(1) + self._offsets_Q
+        hidden_BQD = self._run_block(rows, anchors_B, lengths_B, positions_BQ)
+        rows_BKD = hidden_BQD[:, 1:].to(self._target.norm.weight.dtype)
+        logits_BKV = self._drafter.draft_logits(self._target.logits(rows_BKD))
+        settings = state.sampling_rows(rows.slots_B)
+        proposal = self._drafter.propose(
+            logits_BKV,
+            method="greedy" if all_greedy else self._method,
+            temperature_B=settings.temperature_B,
+            seed_B=settings.seed_B,
+            position_B=lengths_B,
+            step_B=state.steps[rows.slots_B],
+        )
+        fits_B = positions_BQ[:, -1] < self.max_positions
+        return proposal._replace(ids_BK=proposal.ids_BK.masked_fill(~fits_B.unsqueeze(1), NO_TOKEN))
+
+    def _run_block(self, rows: Rows, anchors_B: Tensor, lengths_B: Tensor, positions_BQ: Tensor) -> Tensor:
+        contract = self._drafter.contract
+        backbone = self._drafter.backbone
+        block_ids_BQ = self._drafter.block_ids(anchors_B, self.num_draft_tokens)
+        embeddings_BQD = self._drafter.embed_block(self._target.embed(block_ids_BQ)).to(backbone.fc.weight.dtype)
+        attend = attend_block(
+            self._cache,
+            self._choice,
+            slots=rows.slots,
+            slots_B=rows.slots_B,
+            lengths_B=lengths_B,
+            max_length=max(rows.starts) + rows.num_rows,
+            num_rows=self.num_draft_tokens + 1,
+            windows=contract.layer_windows,
+            causal=contract.layer_causal,
+        )
+        hidden: Tensor = backbone(embeddings_BQD, positions_BQ.clamp(max=self.max_positions - 1), attend)
+        return hidden

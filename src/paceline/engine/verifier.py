@@ -1,0 +1,61 @@
+"""From target logits and waiting drafts to the tokens that count: one path for prompts, plain and speculative steps.
+
+B requests, K drafts, L = K + 1 rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from paceline.engine.slots import SamplingFlags, SlotState
+from paceline.models.drafters.proposal import Proposal
+from paceline.ops.target_distribution import process_logits
+from paceline.ops.verify_block import VerifiedBlock, verify_block
+
+
+def judge(
+    logits_BLV: Tensor,
+    proposal: Proposal,
+    state: SlotState,
+    slots_B: Tensor,
+    anchor_position_B: Tensor,
+    flags: SamplingFlags,
+) -> VerifiedBlock:
+    """Accept drafts and choose the token after them, under each request's own sampling settings.
+
+    Args:
+        logits_BLV: raw, any float dtype; row i scores position anchor + i + 1.
+        proposal: K drafts per request (K may be 0) and what they were drawn from.
+        state: settings, seeds and step counters.
+        slots_B: int64, the requests' slots.
+        anchor_position_B: int64, position of row 0; draws are keyed by the position before the token.
+        flags: what the host knows of the batch.
+    """
+    num_requests, num_rows, vocab_size = logits_BLV.shape
+    settings = state.sampling_rows(slots_B)
+
+    def per_row(setting_B: Tensor) -> Tensor:
+        return setting_B.repeat_interleave(num_rows)
+
+    processed_RV = process_logits(
+        logits_BLV.reshape(num_requests * num_rows, vocab_size),
+        temperature_R=per_row(settings.temperature_B),
+        top_k_R=per_row(settings.top_k_B),
+        top_p_R=per_row(settings.top_p_B),
+        min_p_R=per_row(settings.min_p_B),
+        all_greedy=flags.all_greedy,
+        max_top_k=flags.max_top_k,
+        any_top_p=flags.any_top_p,
+        any_min_p=flags.any_min_p,
+    )
+    return verify_block(
+        proposal.ids_BK,
+        processed_RV.view(num_requests, num_rows, vocab_size),
+        temperature_B=settings.temperature_B,
+        seed_B=settings.seed_B,
+        anchor_position_B=anchor_position_B,
+        step_B=state.steps[slots_B],
+        candidate_ids_BKC=proposal.candidate_ids_BKC,
+        log_q_BKC=proposal.log_q_BKC,
+        all_greedy=flags.all_greedy,
+    )

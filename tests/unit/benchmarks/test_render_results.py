@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.render_results import ROOT, main
+
+RESULT: dict[str, Any] = {
+    "name": "cpu-main",
+    "command": "make bench",
+    "commit": "abc",
+    "date": "2026-11-29",
+    "machine": "2 cores",
+    "versions": {"torch": "2.13"},
+    "rows": [{"mode": "plain", "tokens_per_second": 61.234}, {"mode": "a|b", "ratio": 1.5, "ok": True}],
+}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "docs" / "results").mkdir(parents=True)
+    (tmp_path / "docs" / "results" / "cpu-main.json").write_text(json.dumps(RESULT))
+    (tmp_path / "README.md").write_text("before\n<!-- results: cpu-main -->\nold\n<!-- end -->\nafter\n")
+    return tmp_path
+
+
+def test_pages_follow_the_files(root: Path) -> None:
+    assert main(root, check=True) == 1
+    assert main(root) == 0
+    readme = (root / "README.md").read_text()
+    assert "| plain | 61.2 |  |  |" in readme
+    assert "| a\\|b |  | 1.5 | yes |" in readme
+    assert readme.startswith("before\n") and readme.endswith("<!-- end -->\nafter\n")
+    assert "`make bench` at `abc`" in (root / "docs" / "results" / "README.md").read_text()
+    assert main(root, check=True) == 0
+
+
+def test_a_figure_changed_by_hand_is_found(root: Path) -> None:
+    main(root)
+    readme = root / "README.md"
+    readme.write_text(readme.read_text().replace("61.2", "99.9"))
+    assert main(root, check=True) == 1
+
+
+def test_files_that_cannot_be_used(root: Path) -> None:
+    (root / "docs" / "results" / "other.json").write_text(json.dumps({**RESULT, "name": "else"}))
+    with pytest.raises(SystemExit, match="calls itself else"):
+        main(root)
+    (root / "docs" / "results" / "other.json").write_text(json.dumps({"name": "other"}))
+    with pytest.raises(SystemExit, match="lacks command"):
+        main(root)
+
+
+def test_a_slot_without_its_file(root: Path) -> None:
+    (root / "docs" / "results" / "cpu-main.json").unlink()
+    with pytest.raises(SystemExit, match=r"cpu-main\.json does not exist"):
+        main(root)
+
+
+def test_this_repository_agrees() -> None:
+    assert main(ROOT, check=True) == 0

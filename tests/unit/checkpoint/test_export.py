@@ -1,0 +1,204 @@
+"""Drafter folders: complete or absent, and never over somebody else's files."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.checkpoint.contract import DrafterContract
+from paceline.checkpoint.dialects import read_drafter_contract
+from paceline.checkpoint.export import split_fused, write_drafter_folder
+from paceline.checkpoint.names import drafter_destinations, drafter_slots
+from paceline.checkpoint.weights import Destination, load_strict, open_safetensors, open_safetensors_file
+from paceline.errors import CapacityError, CheckpointError
+
+Make = Callable[..., DrafterContract]
+PROVENANCE = {"seed": 7, "command": "paceline train run.toml", "curve": [1.0, 2.0]}
+
+
+def tensors_for(contract: DrafterContract, *, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {slot.name: torch.randn(slot.shape, generator=generator).bfloat16() for slot in drafter_slots(contract)}
+
+
+def write(folder: Path, contract: DrafterContract, *, seed: int = 0) -> None:
+    fingerprint = {"token_ids": torch.arange(4), "features": torch.ones(2, 3)}
+    write_drafter_folder(folder, contract, tensors_for(contract, seed=seed), fingerprint, PROVENANCE)
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def test_folder_reads_back(tmp_path: Path, make_drafter: Make) -> None:
+    contract, folder = make_drafter(), tmp_path / "deep" / "drafter"
+    write(folder, contract)
+    assert names_in(folder) == ["config.json", "fingerprint.safetensors", "model.safetensors", "provenance.json"]
+    assert names_in(folder.parent) == ["drafter"]
+    assert dataclasses.replace(read_drafter_contract(folder), origin=contract.origin) == contract
+    source, expected = open_safetensors(folder), tensors_for(contract)
+    assert set(source.names()) == set(expected)
+    assert all(torch.equal(source.load(name), tensor) for name, tensor in expected.items())
+    assert torch.equal(open_safetensors_file(folder / "fingerprint.safetensors").load("token_ids"), torch.arange(4))
+    assert json.loads((folder / "provenance.json").read_text()) == PROVENANCE
+
+
+def test_without_fingerprint_there_is_no_file(tmp_path: Path, make_drafter: Make) -> None:
+    contract = make_drafter()
+    write_drafter_folder(tmp_path / "d", contract, tensors_for(contract), None, {})
+    assert "fingerprint.safetensors" not in names_in(tmp_path / "d")
+
+
+def test_fused_parameters_survive_the_round_trip(make_drafter: Make, tmp_path: Path) -> None:
+    contract = make_drafter(attention_bias=True)
+    destinations = drafter_destinations(contract)
+    heights: dict[str, tuple[int, ...]] = {}
+    for slot in drafter_slots(contract):
+        rows = heights.get(slot.parameter, (0,))[0] + slot.shape[0]
+        heights[slot.parameter] = (rows, *slot.shape[1:])
+    parameters = {name: torch.randn(shape, requires_grad=True) for name, shape in heights.items()}
+    cut = split_fused(parameters, destinations)
+    assert not any(tensor.requires_grad for tensor in cut.values())
+    write_drafter_folder(tmp_path / "d", contract, cut, None, {})
+    again = {name: torch.zeros(shape) for name, shape in heights.items()}
+    load_strict(again, open_safetensors(tmp_path / "d"), destinations)
+    assert all(torch.equal(again[name], parameters[name].detach()) for name in parameters)
+
+
+def test_splitting_what_is_not_there_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="has no parameters b"):
+        split_fused({"a": torch.zeros(1)}, {"x": Destination("b")})
+
+
+def test_a_drafter_is_replaced_and_its_card_kept(tmp_path: Path, make_drafter: Make) -> None:
+    contract, folder = make_drafter(), tmp_path / "d"
+    write(folder, contract, seed=1)
+    (folder / "README.md").write_text("card")
+    (folder / "plots").mkdir()
+    (folder / "plots" / "curve.svg").write_text("svg")
+    newer = make_drafter(has_tap_norm=False)
+    write_drafter_folder(folder, newer, tensors_for(newer, seed=2), None, {})
+    assert names_in(folder) == ["README.md", "config.json", "model.safetensors", "plots", "provenance.json"]
+    assert (folder / "plots" / "curve.svg").read_text() == "svg"
+    assert not read_drafter_contract(folder).has_tap_norm
+    assert names_in(tmp_path) == ["d"]
+
+
+@pytest.mark.parametrize("content", [{"notes.txt": "x"}, {"config.json": '{"architectures": ["LlamaForCausalLM"]}'}])
+def test_other_folders_are_not_overwritten(tmp_path: Path, make_drafter: Make, content: dict[str, str]) -> None:
+    folder = tmp_path / "d"
+    folder.mkdir()
+    for name, text in content.items():
+        (folder / name).write_text(text)
+    with pytest.raises(CheckpointError, match="it stays as it is"):
+        write(folder, make_drafter())
+    assert names_in(folder) == list(content) and names_in(tmp_path) == ["d"]
+
+
+def test_empty_folder_is_used_and_a_file_is_not(tmp_path: Path, make_drafter: Make) -> None:
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "empty", make_drafter())
+    assert read_drafter_contract(tmp_path / "empty").block_size == 8
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="is a file"):
+        write(tmp_path / "file", make_drafter())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("fc.weight"), "fc.weight is missing"),
+        (lambda t: t.update(extra=torch.zeros(1)), "extra has no place"),
+        (lambda t: t.update({"norm.weight": torch.zeros(3)}), r"norm.weight is \[3\], expected \[32\]"),
+        (lambda t: t["norm.weight"].fill_(float("nan")), "norm.weight holds NaN"),
+    ],
+)
+def test_tensors_must_match_the_contract(
+    tmp_path: Path, make_drafter: Make, change: Callable[[dict[str, Tensor]], object], message: str
+) -> None:
+    contract = make_drafter()
+    tensors = tensors_for(contract)
+    change(tensors)
+    with pytest.raises(CheckpointError, match=message):
+        write_drafter_folder(tmp_path / "d", contract, tensors, None, {})
+    assert not list(tmp_path.iterdir())
+
+
+class FailingSync:
+    """Counts `os.fsync` calls and raises at the chosen one."""
+
+    def __init__(self, at: int, error: BaseException) -> None:
+        self.at, self.error, self.calls = at, error, 0
+        self.real = os.fsync
+
+    def __call__(self, descriptor: int) -> None:
+        self.calls += 1
+        if self.calls == self.at:
+            raise self.error
+        self.real(descriptor)
+
+
+# two syncs for each of four files, one for the finished folder
+@pytest.mark.parametrize("at", range(1, 10))
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("kind", ["full", "interrupt"])
+def test_failure_at_any_point_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_drafter: Make, at: int, old: bool, kind: str
+) -> None:
+    contract, folder = make_drafter(), tmp_path / "d"
+    if old:
+        write(folder, contract, seed=1)
+    error = OSError(errno.ENOSPC, "No space left on device") if kind == "full" else KeyboardInterrupt()
+    monkeypatch.setattr(os, "fsync", FailingSync(at, error))
+    with pytest.raises(CapacityError if kind == "full" else KeyboardInterrupt):
+        write(folder, contract, seed=2)
+    assert names_in(tmp_path) == (["d"] if old else [])
+    if old:
+        assert torch.equal(open_safetensors(folder).load("fc.weight"), tensors_for(contract, seed=1)["fc.weight"])
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_interrupt_between_the_two_renames_brings_the_old_folder_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_drafter: Make, at: int
+) -> None:
+    contract, folder = make_drafter(), tmp_path / "d"
+    write(folder, contract, seed=1)
+    real, calls = Path.rename, 0
+
+    def rename(self: Path, target: Path) -> Path:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise KeyboardInterrupt
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(KeyboardInterrupt):
+        write(folder, contract, seed=2)
+    assert names_in(tmp_path) == ["d"]
+    assert torch.equal(open_safetensors(folder).load("fc.weight"), tensors_for(contract, seed=1)["fc.weight"])
+
+
+def test_full_disk_while_making_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_drafter: Make) -> None:
+    def fail(self: Path, *args: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "mkdir", fail)
+    with pytest.raises(CapacityError, match="the disk is full"):
+        write(tmp_path / "d", make_drafter())
+    assert not list(tmp_path.iterdir())
+
+
+def test_provenance_that_is_not_json_is_noticed_before_writing(tmp_path: Path, make_drafter: Make) -> None:
+    contract = make_drafter()
+    with pytest.raises((TypeError, ValueError)):
+        write_drafter_folder(tmp_path / "d", contract, tensors_for(contract), None, {"loss": float("nan")})
+    assert not list(tmp_path.iterdir())

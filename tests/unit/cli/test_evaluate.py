@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.cli.fakes import FakeEngine, fake_models
+from tests.unit.cli.test_main import run
+
+from paceline.cli import running
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    made = FakeEngine()
+    monkeypatch.setattr(running, "make_engine", lambda settings, models, max_num_seqs=1: made)
+    monkeypatch.setattr(running, "load_models", lambda settings, environment: fake_models())
+    return made
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    file = tmp_path / "first.jsonl"
+    file.write_text('{"id": "a", "prompt": "x"}\n{"id": "b", "turns": ["y", "z"]}\n{"id": "c", "prompt": "w"}\n')
+    return ["evaluate", "m", "--draft-model", "d", "--prompts", str(file)]
+
+
+def test_a_table_on_stdout_and_progress_on_stderr(
+    engine: FakeEngine, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 0
+    captured = capsys.readouterr()
+    row = captured.out.splitlines()[1].split()
+    assert row == ["first", "3", "68", "16", "4.000", "4.000-4.000", "0.750"]
+    assert "first: 4 of 4" in captured.err
+    assert "acceptance length 4.00" in captured.err
+
+
+def test_json_and_result_files(
+    engine: FakeEngine, arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    whole, rows = tmp_path / "result.json", tmp_path / "result.jsonl"
+    assert run([*arguments, "--json", "--output", str(whole), "--num-prompts", "2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads(whole.read_text())
+    figures = found["sets"][0]
+    assert (figures["num_prompts"], figures["num_answers"], figures["simulated"]) == (2, 3, False)
+    assert figures["per_position"] == [1.0, 1.0, 1.0, 0.0]
+    assert len(figures["sha256"]) == 64
+    assert run([*arguments, "--output", str(rows), "-q"]) == 0
+    lines = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert [(line["id"], line["turn"]) for line in lines] == [("a", 0), ("b", 0), ("b", 1), ("c", 0)]
+    assert lines[0]["accepted"] == [3, 3, 3, 3]
+
+
+def test_every_answer_draws_with_its_own_seed(engine: FakeEngine, arguments: list[str]) -> None:
+    assert run([*arguments, "--temperature", "1", "--seed", "10"]) == 0
+    assert sorted(seed for seed in engine.seeds if seed is not None) == [10, 11, 12, 13]
+
+
+def test_a_later_turn_sees_the_earlier_answer(engine: FakeEngine, arguments: list[str], tmp_path: Path) -> None:
+    assert run(arguments) == 0
+    prompts = ["".join(map(chr, result.prompt_ids)) for result in engine.results.values()]
+    assert f"y{engine.answer}z" in prompts
+
+
+@pytest.mark.parametrize(
+    ("extra", "code", "part"),
+    [
+        (["--prompts", "none.jsonl"], 1, "does not exist"),
+        (["--output", "result.csv"], 2, ".json or .jsonl"),
+        (["--output", "no/such/folder/result.json"], 2, "does not exist"),
+        (["--num-prompts", "0"], 2, "num-prompts"),
+    ],
+)
+def test_mistakes(
+    engine: FakeEngine,
+    arguments: list[str],
+    capsys: pytest.CaptureFixture[str],
+    extra: list[str],
+    code: int,
+    part: str,
+) -> None:
+    assert run([*arguments, *extra]) == code
+    captured = capsys.readouterr()
+    assert (captured.out, part in captured.err) == ("", True)
+    assert engine.num_steps == 0
+
+
+def test_a_drafter_and_prompts_are_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["evaluate", "m"]) == 2
+    error = capsys.readouterr().err
+    assert "draft_model" in error
+    assert "prompts: must be set" in error
+
+
+def test_dry_run(engine: FakeEngine, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*arguments, "--dry-run", "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert found["num_prompts"] == {"first": 3}
+    assert engine.num_steps == 0

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.cli.fakes import ANSWER, FakeEngine, fake_models
+from tests.unit.cli.test_main import run
+
+from paceline.cli import running
+
+PLAIN = ["generate", "m", "--prompt", "hi"]
+WITH_DRAFTER = [*PLAIN, "--draft-model", "d"]
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> dict[bool, FakeEngine]:
+    """Engines by whether they have a drafter, in place of the real ones."""
+    made = {True: FakeEngine(), False: FakeEngine(has_drafter=False)}
+
+    def make(run_settings: Any, models: Any, *, with_drafter: bool = True, max_num_seqs: int = 1) -> FakeEngine:
+        return made[with_drafter and models.drafter is not None]
+
+    monkeypatch.setattr(running, "make_engine", make)
+    monkeypatch.setattr(
+        running, "load_models", lambda settings, environment: fake_models(has_drafter=settings.draft_model is not None)
+    )
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    return made
+
+
+def test_text_on_stdout_and_figures_on_stderr(
+    engines: dict[bool, FakeEngine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(WITH_DRAFTER) == 0
+    captured = capsys.readouterr()
+    assert captured.out == ANSWER
+    assert "17 tokens, acceptance length 4.00 over 4 steps" in captured.err
+
+
+def test_plain_generation_has_no_acceptance(
+    engines: dict[bool, FakeEngine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(PLAIN) == 0
+    captured = capsys.readouterr()
+    assert captured.out == ANSWER
+    assert "acceptance" not in captured.err
+
+
+def test_a_newline_ends_the_text(engines: dict[bool, FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*PLAIN, "--max-tokens", "5"]) == 0
+    assert capsys.readouterr().out == "hello\n"
+
+
+def test_compare_says_yes(engines: dict[bool, FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*WITH_DRAFTER, "--compare"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == ANSWER
+    assert "identical: yes (17 tokens)" in captured.err
+    assert "speculative 4000.0 tokens/s, plain 1000.0 tokens/s, ratio 4.00" in captured.err
+
+
+def test_compare_says_no(engines: dict[bool, FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
+    engines[False].answer = ANSWER.replace("wide", "wild")
+    assert run([*WITH_DRAFTER, "--compare"]) == 3
+    assert f"identical: no, from token 8 on (token {ord('d')} instead of token {ord('l')})" in capsys.readouterr().err
+
+
+def test_sampled_ids_may_differ(engines: dict[bool, FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
+    engines[False].answer = ANSWER.replace("wide", "wild")
+    assert run([*WITH_DRAFTER, "--compare", "--temperature", "0.5", "--seed", "1"]) == 0
+    assert "identical: not expected at temperature 0.5" in capsys.readouterr().err
+
+
+def test_json_is_one_object(engines: dict[bool, FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
+    engines[False].answer = ANSWER.replace("wide", "wild")
+    assert run([*WITH_DRAFTER, "--compare", "--json", "-p", "second"]) == 3
+    found = json.loads(capsys.readouterr().out)
+    assert found["identical"] is False
+    assert [row["id"] for row in found["results"]] == ["prompt-0", "prompt-1"]
+    row = found["results"][0]
+    assert row["text"] == ANSWER
+    assert row["token_ids"] == [ord(letter) for letter in ANSWER]
+    assert row["speculative_decoding"]["acceptance_length"] == 4.0
+    assert row["plain"]["first_divergence"] == 8
+    assert found["settings"]["max_tokens"] == 128
+
+
+def test_ctrl_c_shows_what_came(engines: dict[bool, FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
+    engines[True].interrupt_after = 3
+    assert run(WITH_DRAFTER) == 130
+    captured = capsys.readouterr()
+    assert captured.out == "hello wid\n"
+    assert "interrupted" in captured.err
+    assert not engines[True].has_unfinished()
+
+
+def test_ctrl_c_with_json_still_gives_an_object(
+    engines: dict[bool, FakeEngine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    engines[True].interrupt_after = 3
+    assert run([*WITH_DRAFTER, "--json"]) == 130
+    assert json.loads(capsys.readouterr().out)["results"][0]["finish_reason"] == "abort"
+
+
+def test_bad_logits_are_a_failure(engines: dict[bool, FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
+    engines[True].last_reason = "error"
+    assert run(WITH_DRAFTER) == 1
+    assert "NumericError: prompt 'prompt-0'" in capsys.readouterr().err
+
+
+def test_the_trace_goes_to_stderr(engines: dict[bool, FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*WITH_DRAFTER, "--trace", "--no-color"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == ANSWER
+    assert len(captured.err.splitlines()) > 2
+    assert "\x1b" not in captured.err
+
+
+def test_prompts_from_a_file_and_from_stdin(
+    engines: dict[bool, FakeEngine],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"id": "a", "prompt": "x"}\n{"id": "b", "prompt": "yz"}\n')
+    assert run(["generate", "m", "--prompt-file", str(file), "--json"]) == 0
+    assert [row["num_prompt_tokens"] for row in json.loads(capsys.readouterr().out)["results"]] == [1, 2]
+    for flags in ([], ["--prompt", "-"]):
+        monkeypatch.setattr("sys.stdin", io.StringIO("piped\n"))
+        assert run(["generate", "m", "--json", *flags]) == 0
+        assert json.loads(capsys.readouterr().out)["results"][0]["num_prompt_tokens"] == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "part"),
+    [
+        (["generate", "m"], 2, "the prompt from stdin is empty"),
+        (["generate", "--prompt", "x"], 2, "model: must be set"),
+        (["generate", "m", "--prompt", " "], 2, "the prompt from --prompt is empty"),
+        (["generate", "m", "-p", "-", "-p", "-"], 2, "stdin can be read once"),
+        ([*PLAIN, "--temperature", "-1"], 2, "temperature"),
+        ([*PLAIN, "--temperature", "nan"], 2, "temperature"),
+        ([*PLAIN, "--top-p", "1.5"], 2, "top_p"),
+        ([*PLAIN, "--max-tokens", "0"], 2, "max_tokens"),
+        ([*PLAIN, "--seed", "-1"], 2, "seed"),
+        ([*PLAIN, "--spec-tokens", "3"], 2, "no draft_model"),
+        ([*PLAIN, "--compare"], 2, "no draft_model"),
+        ([*PLAIN, "--device", "tpu"], 2, "'tpu' is no device"),
+        ([*PLAIN, "--set", "max_token=3"], 2, "try: max_tokens"),
+        ([*PLAIN, "--config", "none.toml"], 2, "does not exist"),
+        (["generate", "m", "--prompt-file", "none.jsonl"], 1, "does not exist"),
+    ],
+)
+def test_mistakes(
+    engines: dict[bool, FakeEngine],
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    part: str,
+) -> None:
+    assert run(arguments) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert part in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_a_prompt_of_several_turns_is_sent_to_evaluate(
+    engines: dict[bool, FakeEngine], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"turns": ["x", "y"]}\n')
+    assert run(["generate", "m", "--prompt-file", str(file)]) == 2
+    assert "paceline evaluate" in capsys.readouterr().err
+
+
+def test_settings_from_a_file_and_a_dry_run(
+    engines: dict[bool, FakeEngine], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "g.toml"
+    file.write_text('model = "from-file"\nmax_tokens = 7\nstop = ["\\n\\n"]\n')
+    flags = ["--config", str(file), "--set", "temperature=0.5", "--seed", "4", "--dry-run", "--json"]
+    assert run(["generate", "--prompt", "x", *flags]) == 0
+    found = json.loads(capsys.readouterr().out)
+    settings = found["settings"]
+    assert (settings["model"], settings["max_tokens"], settings["temperature"], settings["seed"]) == (
+        "from-file",
+        7,
+        0.5,
+        4,
+    )
+    assert settings["stop"] == ["\n\n"]
+    assert found["num_prompts"] == 1
+    assert engines[False].num_steps == 0

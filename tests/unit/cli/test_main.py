@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer
+from tests.unit.cli.surface import FROZEN, current_surface
+
+import paceline
+from paceline.cli import main as main_module
+from paceline.cli.main import main
+from paceline.errors import CheckFailedError, CheckpointError, ConfigError
+
+SOURCE = str(Path(paceline.__file__).parents[1])
+
+
+def run(arguments: list[str]) -> int:
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    return int(left.value.code or 0)
+
+
+def test_the_surface_is_frozen() -> None:
+    """A change here is deliberate: run `python -m tests.unit.cli.surface` and say it in the changelog."""
+    assert current_surface() == FROZEN.read_text(encoding="utf-8")
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"paceline {paceline.__version__}\n"
+
+
+def test_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["generat"]) == 2
+    assert "generate" in capsys.readouterr().err
+    assert run(["generate", "m", "--max-tokens", "many"]) == 2
+    assert run(["generate", "m", "--no-such-flag"]) == 2
+    assert capsys.readouterr().out == ""
+
+
+def _raising(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def act(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("paceline.cli.doctor._versions", act)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (CheckpointError("a is 1, b is 2", origin={"file": "x"}, hint="y"), 1, "CheckpointError: a is 1, b is 2"),
+        (ConfigError("wrong"), 2, "ConfigError: wrong"),
+        (CheckFailedError("no"), 3, "CheckFailedError: no"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1, ""),
+        (OSError(errno.ENOSPC, "No space left on device", "out"), 1, "OSError: No space left on device: out"),
+        (typer.Exit(7), 7, ""),
+    ],
+)
+def test_exit_codes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int, line: str
+) -> None:
+    monkeypatch.setattr(main_module, "_silence_stdout", lambda: None)
+    _raising(monkeypatch, error)
+    assert run(["doctor"]) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(line)
+    assert bool(captured.err) == bool(line)
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize("ask", ["flag", "variable"])
+def test_debug_shows_the_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ask: str
+) -> None:
+    _raising(monkeypatch, CheckpointError("bad"))
+    if ask == "variable":
+        monkeypatch.setenv("PACELINE_DEBUG", "1")
+    assert run(["doctor", *(["--debug"] if ask == "flag" else [])]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_our_own_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    _raising(monkeypatch, ZeroDivisionError("bug"))
+    with pytest.raises(ZeroDivisionError):
+        main(["doctor"])
+
+
+def test_a_wrong_environment_variable(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("PACELINE_LOG_LEVEL", "loud")
+    assert run(["doctor"]) == 2
+    assert capsys.readouterr().err.startswith("ConfigError: PACELINE_LOG_LEVEL is 'loud'")
+
+
+def _python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": SOURCE, "PATH": "/usr/bin:/bin"},
+    )
+
+
+_WITHOUT_TORCH = """
+import sys
+from paceline.cli.main import main
+try:
+    main(sys.argv[1:])
+finally:
+    heavy = {"torch", "transformers", "tokenizers", "numpy", "gguf", "safetensors", "yaml"} & set(sys.modules)
+    print(sorted(heavy), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["train", "--help"], ["--version"]])
+def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
+    done = _python(_WITHOUT_TORCH, *arguments)
+    assert done.returncode == 0
+    assert done.stderr == "[]\n"
+
+
+def test_a_dry_run_never_loads_torch(tmp_path: Path) -> None:
+    done = _python(_WITHOUT_TORCH, "generate", "m", "--prompt", "x", "--max-tokens", "3", "--dry-run")
+    assert done.returncode == 0
+    assert "max_tokens = 3" in done.stdout
+    assert not {"torch", "transformers"} & set(done.stderr.splitlines()[-1].strip("[]").replace("'", "").split(", "))
+
+
+def test_help_answers_at_once() -> None:
+    def once() -> float:
+        began = time.perf_counter()
+        _python("from paceline.cli.main import main; main(['--help'])")
+        return time.perf_counter() - began
+
+    assert min(once() for _ in range(5)) < 0.5  # the best of five: the machine may be busy with something else
+
+
+def test_a_closed_pipe_is_quiet() -> None:
+    code = "from paceline.cli.main import main; main(['doctor', '--json'])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": SOURCE, "PATH": "/usr/bin:/bin"},
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    try:
+        assert process.wait(timeout=60) == 1
+        assert process.stderr.read() == ""
+    finally:
+        process.stderr.close()
+
+
+def test_module_entry_point() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "--version"], capture_output=True, text=True, env={"PYTHONPATH": SOURCE}
+    )
+    assert (done.returncode, done.stdout) == (0, f"paceline {paceline.__version__}\n")
+
+
+def _verbs() -> list[Callable[..., object]]:
+    return [info.callback for info in main_module.app.registered_commands if info.callback is not None]
+
+
+@pytest.mark.parametrize("verb", _verbs(), ids=lambda verb: verb.__name__)
+def test_every_verb_has_a_sentence(verb: Callable[..., object]) -> None:
+    assert verb.__doc__ and verb.__doc__.strip().endswith(".")

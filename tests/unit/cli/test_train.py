@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from tests.unit.cli.folders import drafter_contract, target_folder
+from tests.unit.cli.test_main import run
+
+from paceline.cli.estimate import num_drafter_parameters
+from paceline.configuration.run import TrainRun
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    count = 40
+    numpy.savez(
+        tmp_path / "data.npz",
+        tokens=numpy.tile(numpy.arange(3, 33, dtype=numpy.uint16), count),
+        prompt_len=numpy.full(count, 10),
+        response_len=numpy.full(count, 20),
+    )
+    path = tmp_path / "run.toml"
+    path.write_text(f"""
+output = "{tmp_path / "out"}"
+device = "cpu"
+[target]
+name = "{target_folder(tmp_path / "target")}"
+[drafter]
+num_layers = 1
+intermediate_size = 16
+num_taps = 2
+block_size = 4
+mask_token_id = 0
+[data]
+files = ["{tmp_path / "data.npz"}"]
+hold_out = 8
+max_length = 24
+[schedule]
+num_steps = 10
+batch_size = 4
+num_anchors = 4
+[evaluate]
+num_conversations = 8
+""")
+    return path
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[TrainRun, dict[str, Any]]]:
+    """Runs that would have started; the training itself has its own tests."""
+    calls: list[tuple[TrainRun, dict[str, Any]]] = []
+
+    def train(settings: TrainRun, **options: Any) -> dict[str, Any]:
+        calls.append((settings, options))
+        finished = settings.schedule.num_steps < 100
+        return {
+            "step": 10,
+            "is_finished": finished,
+            "checkpoint": settings.output / "c",
+            "drafter": settings.output / "drafter" if finished else None,
+        }
+
+    monkeypatch.setattr("paceline.cli.train._train", train)
+    return calls
+
+
+def test_overrides_reach_the_run(
+    run_file: Path, started: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["train", str(run_file), "schedule.num_steps=20", "seed=3", "--set", "seed=4", "--resume"]) == 0
+    settings, options = started[0]
+    assert (settings.schedule.num_steps, settings.seed) == (20, 4)
+    assert options == {"resume": True, "offline": False}
+    assert capsys.readouterr().out == f"{tmp_path / 'out' / 'drafter'}\n"
+
+
+def test_a_stopped_run_says_how_to_go_on(
+    run_file: Path, started: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["train", str(run_file), "schedule.num_steps=100", "--json"]) == 130
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["is_finished"] is False
+    assert "--resume" in captured.err
+
+
+def test_a_dry_run_counts_and_estimates(
+    run_file: Path, started: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["train", str(run_file), "--dry-run", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["num_conversations"], found["num_held_out"]) == (32, 8)
+    assert found["num_supervised_tokens"] == 640
+    assert found["mean_length_tokens"] == 24
+    assert found["num_epochs"] == 1.25
+    assert found["memory_mib"] > 0
+    assert found["time_minutes"] >= 0
+    assert found["settings"]["schedule"]["num_steps"] == 10
+    assert not started
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_parameter_count_is_the_models_own() -> None:
+    import torch
+
+    from paceline.models.loading import initialise_drafter
+
+    contract = drafter_contract(dtype="float32")
+    model = initialise_drafter(contract, torch.device("cpu"), seed=0)
+    assert num_drafter_parameters(contract) == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "part"),
+    [
+        (["none.toml"], 2, "does not exist"),
+        (["{run}", "schedule.steps=1"], 2, "schedule.steps: no setting has this name"),
+        (["{run}", "seed"], 2, "not of the form"),
+        (["{run}", 'data.files=["gone.npz"]'], 1, "gone.npz"),
+    ],
+)
+def test_mistakes(
+    run_file: Path,
+    started: list[Any],
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    part: str,
+) -> None:
+    assert run(["train", *(argument.format(run=run_file) for argument in arguments)]) == code
+    captured = capsys.readouterr()
+    assert (captured.out, started) == ("", [])
+    assert part in captured.err

@@ -1,0 +1,91 @@
+"""A served drafter drafts what the whole text says it should, from exactly the committed context."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.engine.attends import AttentionChoice
+from paceline.engine.cache import KeyValueCache
+from paceline.engine.canary import count_equal_drafts
+from paceline.engine.proposal import BlockProposer, Rows
+from paceline.engine.request import SamplingParameters
+from paceline.engine.slots import SlotState
+from paceline.models.attends import WholeSequence
+from paceline.models.loading import LoadedDrafter, LoadedTarget
+from paceline.models.taps import TapCollector
+from tests.tiny import loaded, tiny_prompts
+
+CPU = torch.device("cpu")
+
+
+def make_proposer(
+    target: LoadedTarget, drafter: LoadedDrafter, *, is_batched: bool, method: str = "greedy", num_draft_tokens: int = 7
+) -> BlockProposer:
+    contract = drafter.contract
+    cache = KeyValueCache(
+        num_layers=contract.num_layers,
+        num_slots=2,
+        num_kv_heads=contract.num_kv_heads,
+        capacity=64,
+        head_size=contract.head_size,
+        dtype=torch.float32,
+        device=CPU,
+    )
+    choice = AttentionChoice(is_batched=is_batched, is_row_invariant=False)
+    return BlockProposer(target.model, drafter.model, cache, choice, num_draft_tokens=num_draft_tokens, method=method)
+
+
+def serve(proposer: BlockProposer, target: LoadedTarget, texts: list[list[int]], num_junk: int) -> list[list[int]]:
+    """Write context for all but each text's last token, junk rows behind it, and draft after the last token."""
+    length = len(texts[0]) - 1
+    slots, starts = [1, 0], [0, 0]
+    rows = Rows(slots, torch.tensor(slots), starts, torch.tensor(starts), length + num_junk)
+    ids = torch.tensor(texts)[:, :-1]
+    ids = torch.cat((ids, torch.randint(512, (2, num_junk))), dim=1)
+    positions = torch.arange(length + num_junk).expand(2, -1)
+    taps = TapCollector.of_layers(proposer.target_layer_ids)
+    target.model(ids, positions, WholeSequence(), taps)
+    proposer.write_context(rows, taps.collected(), positions)
+    candidates = proposer.num_candidates
+    state = SlotState(2, num_draft_tokens=proposer.num_draft_tokens, num_candidates=candidates, device=CPU)
+    for slot, text in zip(slots, texts, strict=True):
+        state.admit(slot, SamplingParameters(), seed=0)
+        state.restore(slot, length=length, anchor=text[-1], step=0)
+    drafts: list[list[int]] = proposer.propose(rows, state, all_greedy=True).ids_BK.tolist()
+    return drafts
+
+
+def test_drafts_equal_those_of_the_whole_text_and_ignore_rows_behind_the_context() -> None:
+    for family in ("llama", "qwen3"):
+        for windows in ((None, None), (4, None)):
+            target, drafter = loaded(family, linear_mode="plain", layer_windows=windows, layer_causal=(True, False))
+            texts = tiny_prompts([14, 14])
+            for is_batched in (False, True):
+                proposer = make_proposer(target, drafter, is_batched=is_batched)
+                drafts = serve(proposer, target, texts, num_junk=5)
+                for text, block in zip(texts, drafts, strict=True):
+                    assert count_equal_drafts(target.model, drafter, text, [(13, block)]) == 7
+
+
+def test_fewer_drafts_than_trained_means_fewer_rows() -> None:
+    target, drafter = loaded(linear_mode="plain")
+    texts = tiny_prompts([10, 10])
+    drafts = serve(make_proposer(target, drafter, is_batched=False, num_draft_tokens=3), target, texts, num_junk=0)
+    assert [len(block) for block in drafts] == [3, 3]
+    assert count_equal_drafts(target.model, drafter, texts[0], [(9, drafts[0])]) == 3
+
+
+def test_a_block_beyond_the_drafters_positions_has_no_drafts() -> None:
+    texts = tiny_prompts([14, 14])
+    for limit, has_drafts in ((20, False), (21, True)):  # anchor at 13, drafts at 14..20
+        target, drafter = loaded(linear_mode="plain", max_position_embeddings=limit)
+        drafts = serve(make_proposer(target, drafter, is_batched=False), target, texts, num_junk=9)
+        assert (drafts[0] != [-1] * 7) == has_drafts
+        assert (drafts[1] != [-1] * 7) == has_drafts
+
+
+def test_a_probabilistic_proposer_stores_32_candidates_and_a_greedy_one_none() -> None:
+    target, drafter = loaded(linear_mode="plain")
+    assert make_proposer(target, drafter, is_batched=False, method="probabilistic").num_candidates == 32
+    greedy = make_proposer(target, drafter, is_batched=False)
+    assert (greedy.num_candidates, greedy.name) == (0, "dflash/greedy")

@@ -1,0 +1,191 @@
+"""One step, index by index: what is run, kept, committed and readable afterwards."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.engine.attends import AttentionChoice
+from paceline.engine.cache import KeyValueCache
+from paceline.engine.prefill import PrefillChunk, prefill_chunk
+from paceline.engine.proposal import BlockProposer, Rows
+from paceline.engine.request import SamplingParameters
+from paceline.engine.slots import SamplingFlags, SlotState
+from paceline.engine.step import HostStep, StepBatch, StepOutput, decode_step
+from paceline.models.drafters.proposal import Proposal
+from paceline.models.loading import LoadedDrafter, LoadedTarget
+from tests.tiny import loaded, tiny_prompts
+
+CPU = torch.device("cpu")
+ROW_INVARIANT = AttentionChoice(is_batched=False, is_row_invariant=True)
+BATCHED = AttentionChoice(is_batched=True, is_row_invariant=False)
+GREEDY = SamplingFlags.of([SamplingParameters()])
+
+
+class Bench:
+    """Target, drafter, caches and state of three slots, without an engine."""
+
+    def __init__(self, target: LoadedTarget, drafter: LoadedDrafter, choice: AttentionChoice = ROW_INVARIANT) -> None:
+        self.target, self.choice = target, choice
+        sizes = {"num_slots": 3, "capacity": 64, "dtype": torch.float32, "device": CPU}
+        contract, own = target.contract, drafter.contract
+        self.cache = KeyValueCache(
+            num_layers=contract.num_layers,
+            num_kv_heads=contract.num_kv_heads,
+            head_size=contract.head_size,
+            **sizes,
+        )
+        context = KeyValueCache(
+            num_layers=own.num_layers, num_kv_heads=own.num_kv_heads, head_size=own.head_size, **sizes
+        )
+        self.proposer = BlockProposer(target.model, drafter.model, context, choice, num_draft_tokens=3, method="greedy")
+        self.context = context
+        self.state = SlotState(3, num_draft_tokens=3, num_candidates=0, device=CPU)
+
+    def prefill(self, slot: int, prompt: list[int]) -> int:
+        self.state.admit(slot, SamplingParameters(), seed=slot)
+        chunk = PrefillChunk(slot, prompt, 0, True, GREEDY, True)
+        first = prefill_chunk(self.target.model, self.proposer, self.cache, self.state, self.choice, chunk)
+        assert first is not None
+        return first
+
+    def step(self, slots: list[int], num_rows: int, *, proposes: bool = True) -> list[HostStep]:
+        starts = self.state.lengths[slots].tolist()
+        rows = Rows(slots, torch.tensor(slots), starts, torch.tensor(starts), num_rows)
+        batch = StepBatch(rows, GREEDY, writes_context=True, proposes=proposes)
+        output = decode_step(self.target.model, self.proposer, self.cache, self.state, self.choice, batch)
+        return output.to_host()
+
+    def offer(self, slot: int, drafts: list[int]) -> None:
+        self.state.store_proposal(torch.tensor([slot]), Proposal(torch.tensor([drafts])))
+
+
+@torch.inference_mode()
+def plain_text(prompt: list[int], num_tokens: int) -> list[int]:
+    bench = Bench(*loaded())
+    text = [bench.prefill(0, prompt)]
+    while len(text) < num_tokens:
+        text += bench.step([0], 1)[0].token_ids
+    return text
+
+
+@torch.inference_mode()
+def test_every_count_of_accepted_drafts_commits_exactly_the_kept_rows() -> None:
+    prompt = tiny_prompts([9])[0]
+    text = plain_text(prompt, 12)
+    for num_right in range(4):
+        bench = Bench(*loaded())
+        assert bench.prefill(1, prompt) == text[0]
+        drafts = text[1:4]
+        if num_right < 3:
+            drafts[num_right] = (drafts[num_right] + 1) % 512
+        bench.offer(1, drafts)
+        (step,) = bench.step([1], 4)
+        assert (step.num_accepted, step.token_ids) == (num_right, text[1 : num_right + 2])
+        assert step.draft_ids == tuple(drafts)
+        assert bench.state.lengths[1] == 9 + num_right + 1
+        assert bench.state.anchors[1] == text[num_right + 1]
+        assert bench.state.steps[1] == 1
+        # What follows is plain decoding's text: the refused rows left no trace.
+        follows = [token for _ in range(4) for token in bench.step([1], 1, proposes=False)[0].token_ids]
+        assert follows == text[num_right + 2 : num_right + 6]
+
+
+@torch.inference_mode()
+def test_both_caches_hold_the_same_bits_as_after_plain_decoding() -> None:
+    prompt = tiny_prompts([9])[0]
+    text = plain_text(prompt, 12)
+    plain, blocks = Bench(*loaded()), Bench(*loaded())
+    plain.prefill(2, prompt)
+    for _ in range(6):
+        plain.step([2], 1)
+    blocks.prefill(2, prompt)
+    emitted = 1
+    for num_right in (3, 0, 1):
+        drafts = text[emitted : emitted + 3]
+        if num_right < 3:
+            drafts[num_right] = (drafts[num_right] + 1) % 512
+        blocks.offer(2, drafts)
+        (step,) = blocks.step([2], 4)
+        emitted += len(step.token_ids)
+    length = int(blocks.state.lengths[2])
+    assert length == 9 + 4 + 1 + 2
+    length = min(length, int(plain.state.lengths[2]))
+    assert length >= 15
+    for cache in ("cache", "context"):
+        kept, expected = (getattr(bench, cache).planes[:, :, 2, :, :length] for bench in (blocks, plain))
+        assert torch.equal(kept, expected), cache
+
+
+@torch.inference_mode()
+def test_steps_without_drafts_keep_the_context_current() -> None:
+    """Pausing must not cost acceptance later: the block drafted after a pause is the one drafted without it."""
+    prompt = tiny_prompts([9])[0]
+    paused, steady = Bench(*loaded()), Bench(*loaded())
+    for bench in (paused, steady):
+        bench.prefill(0, prompt)
+    for index in range(4):
+        paused.step([0], 1, proposes=index == 3)
+        steady.step([0], 1)
+    assert torch.equal(paused.state.draft_ids[0], steady.state.draft_ids[0])
+    assert (paused.state.draft_ids[0] >= 0).all()
+
+
+@torch.inference_mode()
+def test_missing_drafts_are_never_accepted() -> None:
+    prompt = tiny_prompts([9])[0]
+    text = plain_text(prompt, 6)
+    bench = Bench(*loaded())
+    bench.prefill(0, prompt)
+    bench.offer(0, [text[1], -1, text[3]])
+    (step,) = bench.step([0], 4)
+    assert (step.num_accepted, step.token_ids, step.draft_ids) == (1, text[1:3], (text[1],))
+
+
+@torch.inference_mode()
+def test_a_batch_leaves_other_slots_and_their_order_alone() -> None:
+    prompts = tiny_prompts([9, 14, 4])
+    texts = [plain_text(prompt, 8) for prompt in prompts]
+    bench = Bench(*loaded())
+    for slot, prompt in enumerate(prompts):
+        bench.prefill(slot, prompt)
+    bystander = (
+        bench.cache.planes[:, :, 1].clone(),
+        bench.context.planes[:, :, 1].clone(),
+        bench.state.draft_ids[1].clone(),
+    )
+    bench.offer(2, texts[2][1:4])
+    steps = bench.step([2, 0], 4)
+    assert steps[0].token_ids == texts[2][1:5]
+    assert steps[1].token_ids[0] == texts[0][1]
+    found = bench.cache.planes[:, :, 1], bench.context.planes[:, :, 1], bench.state.draft_ids[1]
+    assert all(torch.equal(a, b) for a, b in zip(found, bystander, strict=True))
+
+
+@torch.inference_mode()
+def test_the_batched_form_does_the_same_as_the_exact_one() -> None:
+    """The form that GPUs use, run here: same function, padded attention."""
+    prompts = tiny_prompts([9, 14])
+    outcomes = []
+    for choice in (BATCHED, AttentionChoice(is_batched=False, is_row_invariant=False)):
+        bench = Bench(*loaded(linear_mode="plain"), choice)
+        tokens = [[bench.prefill(slot, prompt)] for slot, prompt in enumerate(prompts)]
+        drafts = []
+        for _ in range(6):
+            for slot, step in enumerate(bench.step([0, 1], 4)):
+                tokens[slot] += step.token_ids
+                drafts.append(bench.state.draft_ids[slot].tolist())
+        outcomes.append((tokens, drafts))
+    assert outcomes[0] == outcomes[1]
+
+
+def test_output_reaches_the_host_in_one_piece() -> None:
+    output = StepOutput(
+        accepted_B=torch.tensor([1, 0]),
+        tokens_BT=torch.tensor([[5, 6, -1], [-1, -1, -1]]),
+        bad_B=torch.tensor([False, True]),
+        draft_ids_BK=torch.tensor([[5, 9], [3, -1]]),
+        num_zero_q_B=torch.tensor([0, 2]),
+    )
+    first, second = output.to_host()
+    assert (first.token_ids, first.draft_ids, first.is_bad, first.num_zero_q) == ([5, 6], (5, 9), False, 0)
+    assert (second.token_ids, second.draft_ids, second.is_bad, second.num_zero_q) == ([], (3,), True, 2)

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.errors import DataError
+from paceline.evaluation.statistics import (
+    bootstrap_mean,
+    bootstrap_ratio,
+    compare_pairs,
+    sign_test,
+    wilcoxon_signed_rank,
+)
+
+DIFFERENCES = [0.21, 0.05, 0.33, 0.12, -0.04, 0.18, 0.27, 0.09]
+
+
+def test_worked_vector() -> None:
+    mean = bootstrap_mean(DIFFERENCES)
+    assert mean.estimate == pytest.approx(0.15125)
+    assert (mean.low, mean.high) == pytest.approx((0.0725, 0.2275))
+    sign = sign_test(DIFFERENCES)
+    assert (sign.wins, sign.losses, sign.ties) == (7, 1, 0)
+    assert sign.p_value == pytest.approx(0.0703125)
+    assert wilcoxon_signed_rank(DIFFERENCES) == pytest.approx(0.015625)
+
+
+def test_thirty_one_of_thirty_two() -> None:
+    sign = sign_test([1.0] * 31 + [-1.0])
+    assert sign.p_value == pytest.approx(66 / 2**32, rel=1e-12)
+    assert (sign.low, sign.high) == pytest.approx((0.838, 0.999), abs=5e-4)
+    assert sign_test([1.0] * 32).p_value == pytest.approx(4.66e-10, rel=1e-2)
+
+
+@pytest.mark.parametrize(("loser", "expected"), [(1, 9.31e-10), (16, 7.87e-8), (32, 1.29e-6)])
+def test_wilcoxon_depends_on_the_rank_of_the_loser(loser: int, expected: float) -> None:
+    differences = [float(-rank if rank == loser else rank) for rank in range(1, 33)]
+    assert wilcoxon_signed_rank(differences) == pytest.approx(expected, rel=5e-3)
+
+
+@given(st.lists(st.integers(-4, 4), min_size=1, max_size=9))
+def test_wilcoxon_equals_the_count_over_all_sign_patterns(differences: list[int]) -> None:
+    values = [value for value in differences if value != 0]
+    sizes = [abs(value) for value in values]
+    ranks = [sum(other < size for other in sizes) + (sum(other == size for other in sizes) + 1) / 2 for size in sizes]
+    observed = sum(rank for rank, value in zip(ranks, values, strict=True) if value > 0)
+    extreme = min(observed, sum(ranks) - observed)
+    sums = [sum(itertools.compress(ranks, signs)) for signs in itertools.product([0, 1], repeat=len(ranks))]
+    expected = min(1.0, 2 * sum(value <= extreme for value in sums) / len(sums))
+    assert wilcoxon_signed_rank(differences) == pytest.approx(expected)
+
+
+@given(st.lists(st.integers(-3, 3), min_size=1, max_size=40))
+def test_sign_test_is_symmetric_and_its_interval_holds_the_observed_share(differences: list[int]) -> None:
+    sign, mirrored = sign_test(differences), sign_test([-value for value in differences])
+    assert sign.p_value == mirrored.p_value and (sign.wins, sign.losses) == (mirrored.losses, mirrored.wins)
+    assert sign.wins + sign.losses + sign.ties == len(differences)
+    if sign.wins + sign.losses > 0:
+        assert sign.low <= sign.wins / (sign.wins + sign.losses) <= sign.high
+
+
+def test_ties_are_dropped_and_reported() -> None:
+    assert sign_test([0.0, 0.0, 1.0]).ties == 2
+    assert sign_test([0.0]).p_value == 1.0
+    assert wilcoxon_signed_rank([0.0, 0.0]) == 1.0
+
+
+def test_thousands_of_pairs_do_not_overflow() -> None:
+    sign = sign_test([1.0] * 1500 + [-1.0] * 1500)
+    assert sign.p_value == 1.0
+    assert (sign.low, sign.high) == pytest.approx((0.482, 0.518), abs=1e-3)
+
+
+def test_a_ratio_of_sums_weighs_long_prompts_more() -> None:
+    """Two prompts: 16 tokens in 2 steps, 10 in 10. The mean of the two ratios would be 4.5."""
+    interval = bootstrap_ratio([16, 10], [2, 10])
+    assert interval.estimate == pytest.approx(26 / 12)
+    assert (interval.low, interval.high) == (1.0, 8.0)
+    assert interval.num_units == 2
+
+
+def test_the_interval_resamples_prompts_not_steps() -> None:
+    """Many steps of few prompts that differ must leave the interval wide."""
+    few = bootstrap_ratio([300.0, 100.0] * 4, [100.0] * 8)
+    many = bootstrap_ratio([300.0, 100.0] * 200, [100.0] * 400)
+    assert few.high - few.low > 5 * (many.high - many.low)
+
+
+def test_the_interval_covers_as_often_as_it_says() -> None:
+    generator = np.random.default_rng(5)
+    hits = 0
+    for trial in range(200):
+        steps = generator.integers(5, 60, 60)
+        accepted = generator.poisson(1.5 * steps)
+        interval = bootstrap_ratio((steps + accepted).tolist(), steps.tolist(), num_resamples=500, seed=trial)
+        hits += interval.low <= 2.5 <= interval.high
+    assert 178 <= hits <= 200
+
+
+def test_equal_seeds_give_equal_intervals_also_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = bootstrap_mean(DIFFERENCES, seed=3)
+    assert bootstrap_mean(DIFFERENCES, seed=3) == whole != bootstrap_mean(DIFFERENCES, seed=4)
+    monkeypatch.setattr("paceline.evaluation.statistics._BLOCK", 1000)
+    assert bootstrap_mean(DIFFERENCES, seed=3) == whole
+
+
+def test_compare_pairs() -> None:
+    before = [1.0 + 0.1 * i for i in range(8)]
+    after = [value + difference for value, difference in zip(before, DIFFERENCES, strict=True)]
+    comparison = compare_pairs(before, after)
+    assert comparison.mean.estimate == pytest.approx(0.15125)
+    assert comparison.median == pytest.approx(0.15)
+    assert comparison.sign.wins == 7
+    assert comparison.wilcoxon_p_value == pytest.approx(0.015625)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: bootstrap_mean([]), "numerators is empty"),
+        (lambda: bootstrap_mean([1.0, math.nan]), "1 values that are not finite"),
+        (lambda: bootstrap_ratio([1.0], [1.0, 2.0]), "1 numerators but 2 denominators"),
+        (lambda: bootstrap_ratio([1.0], [0.0]), "not all 0"),
+        (lambda: bootstrap_mean([1.0], confidence=1.0), "confidence 1.0"),
+        (lambda: sign_test([]), "differences is empty"),
+        (lambda: wilcoxon_signed_rank([math.inf]), "not finite"),
+        (lambda: compare_pairs([1.0], [1.0, 2.0]), "1 prompts before but 2 after"),
+    ],
+)
+def test_unusable_input_is_refused(call: object, message: str) -> None:
+    assert callable(call)
+    with pytest.raises(DataError, match=message):
+        call()

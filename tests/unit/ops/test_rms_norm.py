@@ -1,0 +1,63 @@
+"""Root-mean-square norm: against float64, in 16 bits, gradients, and rows that do not see each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.ops.rms_norm import rms_norm, rms_norm_reference
+
+
+def slow_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    rows = []
+    for row in x.double().reshape(-1, x.shape[-1]):
+        mean_square = sum(float(value) ** 2 for value in row) / len(row)
+        rows.append(row / (mean_square + eps) ** 0.5 * weight.double())
+    return torch.stack(rows).view(x.shape)
+
+
+@given(width=st.integers(1, 70), scale=st.sampled_from([1e-3, 1.0, 1e4]), seed=st.integers(0, 1000))
+def test_both_forms_agree_with_a_slow_float64_formula(width: int, scale: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(2, 3, width, generator=generator) * scale
+    weight = torch.randn(width, generator=generator)
+    expected = slow_rms_norm(x, weight, 1e-5).float()
+    torch.testing.assert_close(rms_norm_reference(x, weight, 1e-5), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(rms_norm(x, weight, eps=1e-5), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_eps_is_added_to_the_mean_square() -> None:
+    x = torch.full((1, 4), 1e-3)
+    assert rms_norm(x, torch.ones(4), eps=1e-6)[0, 0].item() == pytest.approx(2**-0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_statistics_of_16_bit_inputs_are_kept_in_float32(dtype: torch.dtype) -> None:
+    # 300^2 overflows float16, and a bf16 sum of 1000 squares would stop growing long before its end.
+    x = (300 + torch.arange(1000) % 7).to(dtype).expand(2, 1000).contiguous()
+    y = rms_norm(x, torch.ones(1000, dtype=dtype), eps=1e-5)
+    assert y.dtype == dtype
+    expected = slow_rms_norm(x, torch.ones(1000), 1e-5)
+    assert (y.double() - expected).abs().max() <= 1.01 * torch.finfo(dtype).eps
+
+
+def test_the_gain_is_plain_and_cast_to_the_input() -> None:
+    x = torch.randn(3, 8, dtype=torch.bfloat16)
+    assert torch.equal(rms_norm(x, torch.zeros(8), eps=1e-5), torch.zeros_like(x))  # not 1 + w
+    assert rms_norm(x, torch.ones(8, dtype=torch.float32), eps=1e-5).dtype == torch.bfloat16
+
+
+def test_gradients_match_finite_differences() -> None:
+    x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda a, b: rms_norm(a, b, eps=1e-5), (x, weight))
+
+
+@pytest.mark.parametrize("width", [7, 24, 65, 576])
+def test_a_rows_bits_do_not_depend_on_other_rows(width: int) -> None:
+    x, weight = torch.randn(33, width), torch.randn(width)
+    whole = rms_norm(x, weight, eps=1e-5)
+    for row in (0, 1, 15, 32):
+        assert torch.equal(rms_norm(x[row : row + 1], weight, eps=1e-5)[0], whole[row])
