@@ -95,17 +95,22 @@ def attend_block(
     return _BlockPerRequest(cache, slots, lengths, num_rows, windows, causal, choice.is_row_invariant)
 
 
-def _one_request(
-    q_TNH: Tensor, k_MSH: Tensor, v_MSH: Tensor, visible_TS: Tensor | None, is_row_invariant: bool
-) -> Tensor:
-    """Attention of a single request; returns [1, T, N, H]."""
-    q_NTH = q_TNH.transpose(0, 1)
+def _one_request(q_TNH: Tensor, k_MSH: Tensor, v_MSH: Tensor, visible: Tensor | None, is_row_invariant: bool) -> Tensor:
+    """Attention of a single request; `visible` comes from `_per_query_row`. Returns [1, T, N, H]."""
     if is_row_invariant:
-        if visible_TS is None:
-            visible_TS = torch.ones(q_TNH.shape[0], k_MSH.shape[1], dtype=torch.bool, device=q_TNH.device)
-        return attention_row_invariant(q_NTH, k_MSH, v_MSH, visible_TS).transpose(0, 1).unsqueeze(0)
-    mixed = attention(q_NTH.unsqueeze(0), k_MSH.unsqueeze(0), v_MSH.unsqueeze(0), visible=visible_TS)
-    return mixed.transpose(1, 2)
+        if visible is None:
+            visible = torch.ones(q_TNH.shape[0], k_MSH.shape[1], dtype=torch.bool, device=q_TNH.device)
+        return attention_row_invariant(q_TNH.transpose(0, 1), k_MSH, v_MSH, visible).transpose(0, 1).unsqueeze(0)
+    num_rows, num_heads, head_size = q_TNH.shape
+    # Heads that share keys become more query rows here, not in `attention`, which would repeat the mask per layer.
+    q_1MRH = q_TNH.transpose(0, 1).reshape(1, k_MSH.shape[0], -1, head_size)
+    mixed = attention(q_1MRH, k_MSH.unsqueeze(0), v_MSH.unsqueeze(0), visible=visible)
+    return mixed.view(1, num_heads, num_rows, head_size).transpose(1, 2)
+
+
+def _per_query_row(visible_TS: Tensor, num_heads: int, num_kv_heads: int, is_row_invariant: bool) -> Tensor:
+    """A mask as `_one_request` takes it: one row per query row, repeated for the heads that share keys."""
+    return visible_TS if is_row_invariant else visible_TS.repeat(num_heads // num_kv_heads, 1)
 
 
 @dataclass
@@ -130,15 +135,15 @@ class _CausalPerRequest:
             q, k, v = (rows.transpose(0, 1).unsqueeze(0) for rows in (q_TNH, k_TMH, v_TMH))
             return causal_attention(q, k, v).transpose(1, 2)
         keys, values = self.cache.context(layer, slot, start + self.num_rows)
-        visible_TS = None if self.num_rows == 1 else self._visible_of(start, q_TNH.device)
-        return _one_request(q_TNH, keys, values, visible_TS, self.is_row_invariant)
+        visible = None if self.num_rows == 1 else self._visible_of(start, q_TNH.shape[1], keys)
+        return _one_request(q_TNH, keys, values, visible, self.is_row_invariant)
 
-    def _visible_of(self, start: int, device: torch.device) -> Tensor:
-        visible = self._visible.get(start)
-        if visible is None:
-            visible = torch.ones(self.num_rows, start + self.num_rows, dtype=torch.bool, device=device).tril_(start)
-            self._visible[start] = visible
-        return visible
+    def _visible_of(self, start: int, num_heads: int, k_MSH: Tensor) -> Tensor:
+        if start not in self._visible:
+            key_S = torch.arange(start + self.num_rows, device=k_MSH.device)
+            visible_TS = key_S <= key_S[start:].unsqueeze(1)
+            self._visible[start] = _per_query_row(visible_TS, num_heads, k_MSH.shape[0], self.is_row_invariant)
+        return self._visible[start]
 
 
 class _BatchedCausal:
@@ -183,18 +188,19 @@ class _BlockPerRequest:
             context_k, context_v = self._cache.context(layer, slot, length)
             k = torch.cat((context_k, k_BTMH[index].transpose(0, 1)), dim=1)
             v = torch.cat((context_v, v_BTMH[index].transpose(0, 1)), dim=1)
-            visible = self._visible_of(length, self._windows[layer], self._causal[layer], q_BTNH.device)
+            visible = self._visible_of(length, layer, q_BTNH.shape[2], k)
             mixed.append(_one_request(q_BTNH[index], k, v, visible, self._is_row_invariant))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
-    def _visible_of(self, length: int, window: int | None, is_causal: bool, device: torch.device) -> Tensor | None:
-        num_keys = length + self._num_rows
-        if not is_causal and (window is None or window >= num_keys):
+    def _visible_of(self, length: int, layer: int, num_heads: int, k_MSH: Tensor) -> Tensor | None:
+        window, is_causal = self._windows[layer], self._causal[layer]
+        if not is_causal and (window is None or window >= k_MSH.shape[1]):
             return None
         key = (length, window, is_causal)
         if key not in self._visible:
-            key_S = torch.arange(num_keys, device=device)
-            self._visible[key] = _block_visible(key_S[length:], key_S, window, is_causal)
+            key_S = torch.arange(k_MSH.shape[1], device=k_MSH.device)
+            visible_QS = _block_visible(key_S[length:], key_S, window, is_causal)
+            self._visible[key] = _per_query_row(visible_QS, num_heads, k_MSH.shape[0], self._is_row_invariant)
         return self._visible[key]
 
 

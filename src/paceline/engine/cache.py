@@ -84,6 +84,6 @@ class KeyValueCache:
         keys, values = self._layers[layer]
         return keys[:, :, :length].index_select(0, slots_B), values[:, :, :length].index_select(0, slots_B)
 
-    def clear_slot(self, slot: int) -> None:
-        """Zero a slot; needed only after NaN or infinity got into it."""
-        self.planes[:, :, slot] = 0
+    def clear_rows(self, slot: int, start: int = 0) -> None:
+        """Zero a slot's rows from a position on; needed only after NaN or infinity got into them."""
+        self.planes[:, :, slot, :, start:] = 0

@@ -26,6 +26,7 @@ class EngineStats:
         num_numeric_errors: of them, ended by NaN or infinity in the target's logits.
         num_undrafted: requests that went on without drafts because the drafter has fewer positions than they needed.
         num_impossible_drafts: drafts that their own distribution gave probability 0; anything but 0 is a bug.
+        num_spoiled_blocks: blocks run again without drafts because a draft overflowed.
         num_running: requests in slots.
         num_waiting: requests without a slot.
         num_free_slots: slots without a request.
@@ -49,6 +50,7 @@ class EngineStats:
     num_numeric_errors: int
     num_undrafted: int
     num_impossible_drafts: int
+    num_spoiled_blocks: int
     num_running: int
     num_waiting: int
     num_free_slots: int
@@ -65,7 +67,7 @@ class Counters:
     def __init__(self, num_draft_tokens: int) -> None:
         self.num_steps = self.num_request_steps = self.num_prefill_tokens = self.num_output_tokens = 0
         self.num_finished = self.num_aborted = self.num_numeric_errors = 0
-        self.num_undrafted = self.num_impossible_drafts = 0
+        self.num_undrafted = self.num_impossible_drafts = self.num_spoiled_blocks = 0
         self.total_step_ms = 0.0
         self.drafted_per_position = [0] * num_draft_tokens
         self.accepted_per_position = [0] * num_draft_tokens

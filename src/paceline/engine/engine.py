@@ -12,12 +12,10 @@ import secrets
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.checkpoint.contract import DraftSampleMethod
 from paceline.engine.attends import AttentionChoice
 from paceline.engine.cache import KeyValueCache
 from paceline.engine.counters import Counters, EngineStats
@@ -26,46 +24,21 @@ from paceline.engine.prefill import PrefillChunk, prefill_chunk
 from paceline.engine.proposal import BlockProposer, Proposer, Rows
 from paceline.engine.request import FinishReason, RequestDelta, RequestResult, SamplingParameters, check_prompt
 from paceline.engine.running import RunningRequest
+from paceline.engine.settings import EngineSettings, context_length, draft_tokens_per_step
 from paceline.engine.slots import SamplingFlags, SlotState
 from paceline.engine.step import StepBatch, decode_step
-from paceline.errors import ConfigError, RequestError
+from paceline.errors import RequestError
 from paceline.models.loading import LoadedDrafter, LoadedTarget
 from paceline.trace.step import RequestTrace
 
 if TYPE_CHECKING:
     from paceline.engine.canary import CanaryReport
 
-DEFAULT_MAX_MODEL_LEN = 2048
 NUM_KEPT_RESULTS = 4096
 
+__all__ = ["Engine", "EngineSettings"]
+
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """Sizes and choices of an engine.
-
-    Attributes:
-        max_num_seqs: requests decoded at the same time.
-        max_model_len: tokens that prompt and output may hold together; None is the target's limit, at most 2048.
-        num_draft_tokens: proposals per step; None is what the drafter was loaded for.
-        draft_sample_method: None is the drafter's own.
-        prefill_chunk_size: prompt tokens per target pass, and per step while others decode.
-    """
-
-    max_num_seqs: int = 8
-    max_model_len: int | None = None
-    num_draft_tokens: int | None = None
-    draft_sample_method: DraftSampleMethod | None = None
-    prefill_chunk_size: int = 512
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_model_len", "num_draft_tokens", "prefill_chunk_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it has to be at least 1")
-        if self.draft_sample_method not in (None, "greedy", "probabilistic"):
-            raise ConfigError(f"draft_sample_method is {self.draft_sample_method!r}, not 'greedy' or 'probabilistic'")
 
 
 class Engine:
@@ -94,8 +67,8 @@ class Engine:
         self._loaded_target, self._loaded_drafter, self._target = target, drafter, target.model
         weight = target.model.norm.weight
         self._choice = AttentionChoice.for_device(weight.device, is_row_invariant=target.linear_mode == "row_invariant")
-        self.max_model_len = _context_length(target, settings)
-        num_draft_tokens = _num_draft_tokens(drafter, proposer, settings)
+        self.max_model_len = context_length(target, settings)
+        num_draft_tokens = draft_tokens_per_step(drafter, proposer, settings)
         capacity = self.max_model_len + num_draft_tokens + 1  # the last block may reach beyond the budget
         contract = target.contract
         self._cache = KeyValueCache(
@@ -276,6 +249,7 @@ class Engine:
             num_numeric_errors=counters.num_numeric_errors,
             num_undrafted=counters.num_undrafted,
             num_impossible_drafts=counters.num_impossible_drafts,
+            num_spoiled_blocks=counters.num_spoiled_blocks,
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             num_free_slots=len(self._free_slots),
@@ -326,9 +300,20 @@ class Engine:
         for request in list(self._running):
             if request.finish_reason is not None:
                 self._finish(request, request.finish_reason)
-            elif request.is_decoding and request.slot is not None:
-                num_steps, token_ids = len(request.trace.records), request.output.token_ids
-                self._state.restore(request.slot, length=request.num_cached, anchor=token_ids[-1], step=num_steps)
+            elif request.is_decoding:
+                self._restore(request)
+
+    def _restore(self, request: RunningRequest) -> None:
+        assert request.slot is not None, "only admitted requests have a state on the device"
+        num_steps, token_ids = len(request.trace.records), request.output.token_ids
+        self._state.restore(request.slot, length=request.num_cached, anchor=token_ids[-1], step=num_steps)
+
+    def _retry_without_drafts(self, request: RunningRequest) -> None:
+        """A block with NaN or infinity says nothing of the request itself: run its anchor again, alone."""
+        assert request.slot is not None, "only admitted requests are run"
+        self._counters.num_spoiled_blocks += 1
+        self._restore(request)
+        self._clear_rows(request.slot, request.num_cached)
 
     def _admit(self) -> None:
         while self._waiting and (self._free_slots or self._waiting[0].slot is not None):
@@ -394,6 +379,8 @@ class Engine:
             delta = request.take_step(step, step_ms)
             self._counters.num_impossible_drafts += step.num_zero_q
             self._stop_drafting_beyond(request, request.num_cached)
+            if step.is_bad and request.finish_reason is None:
+                self._retry_without_drafts(request)
             deltas.append(self._passed_on(request, delta))
         return deltas
 
@@ -441,7 +428,7 @@ class Engine:
             self._running.remove(request)
         if request.slot is not None:
             if request.has_bad_numbers:
-                self._clear_slot(request.slot)
+                self._clear_rows(request.slot, 0)
             self._free_slots.append(request.slot)
             request.slot = None
         del self._requests[request.request_id]
@@ -452,34 +439,8 @@ class Engine:
         self._counters.num_aborted += reason == "abort"
         self._counters.num_numeric_errors += reason == "error"
 
-    def _clear_slot(self, slot: int) -> None:
-        """A masked key counts nothing, but a masked NaN spoils the sum, so none may wait for the slot's next owner."""
-        self._cache.clear_slot(slot)
+    def _clear_rows(self, slot: int, start: int) -> None:
+        """A masked key counts nothing, but a masked NaN spoils the sum, so none may wait where a batch reads."""
+        self._cache.clear_rows(slot, start)
         if self._proposer is not None and self._proposer.cache is not None:
-            self._proposer.cache.clear_slot(slot)
-
-
-def _context_length(target: LoadedTarget, settings: EngineSettings) -> int:
-    limit = min(target.contract.max_position_embeddings, target.model.position_table.shape[0])
-    if settings.max_model_len is None:
-        return min(limit, DEFAULT_MAX_MODEL_LEN)
-    if settings.max_model_len > limit:
-        raise ConfigError(
-            f"max_model_len is {settings.max_model_len}; the target has positions for {limit}",
-            origin={"target": target.contract.origin},
-        )
-    return settings.max_model_len
-
-
-def _num_draft_tokens(drafter: LoadedDrafter | None, proposer: Proposer | None, settings: EngineSettings) -> int:
-    if proposer is not None:
-        return proposer.num_draft_tokens
-    if drafter is None:
-        return 0
-    wanted = settings.num_draft_tokens or drafter.num_draft_tokens
-    if wanted > drafter.contract.num_draft_tokens:
-        raise ConfigError(
-            f"num_draft_tokens is {wanted}; the drafter was trained to propose {drafter.contract.num_draft_tokens}",
-            origin={"drafter": drafter.contract.origin},
-        )
-    return wanted
+            self._proposer.cache.clear_rows(slot, start)

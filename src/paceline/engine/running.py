@@ -66,10 +66,14 @@ class RunningRequest:
         return self._delta(extension, tuple(self.output.token_ids), None)
 
     def take_step(self, step: HostStep, step_ms: float) -> RequestDelta:
-        """Take in one decode step: keep what counts, and record both what was verified and what was kept."""
+        """Take in one decode step: keep what counts, and record both what was verified and what was kept.
+
+        A draft whose keys overflow spoils the rows before it, too (0 * NaN is NaN), though the request's own text may
+        be sound. So numbers are the request's own fault only in a step without drafts.
+        """
         anchor_position, anchor_id = self.num_cached, self.output.token_ids[-1]
         token_ids = step.token_ids
-        self.has_bad_numbers = step.is_bad
+        self.has_bad_numbers = step.is_bad and not step.draft_ids
         extension = self.output.extend(token_ids)
         kept = tuple(token_ids[: extension.num_kept])
         record = StepRecord(

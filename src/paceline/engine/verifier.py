@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from paceline.engine.slots import SamplingFlags, SlotState
+from paceline.engine.slots import SamplingFlags, SamplingRows, SlotState
 from paceline.models.drafters.proposal import Proposal
 from paceline.ops.target_distribution import process_logits
 from paceline.ops.verify_block import VerifiedBlock, verify_block
@@ -31,26 +31,10 @@ def judge(
         anchor_position_B: int64, position of row 0; draws are keyed by the position before the token.
         flags: what the host knows of the batch.
     """
-    num_requests, num_rows, vocab_size = logits_BLV.shape
     settings = state.sampling_rows(slots_B)
-
-    def per_row(setting_B: Tensor) -> Tensor:
-        return setting_B.repeat_interleave(num_rows)
-
-    processed_RV = process_logits(
-        logits_BLV.reshape(num_requests * num_rows, vocab_size),
-        temperature_R=per_row(settings.temperature_B),
-        top_k_R=per_row(settings.top_k_B),
-        top_p_R=per_row(settings.top_p_B),
-        min_p_R=per_row(settings.min_p_B),
-        all_greedy=flags.all_greedy,
-        max_top_k=flags.max_top_k,
-        any_top_p=flags.any_top_p,
-        any_min_p=flags.any_min_p,
-    )
     return verify_block(
         proposal.ids_BK,
-        processed_RV.view(num_requests, num_rows, vocab_size),
+        logits_BLV if flags.all_greedy else _processed(logits_BLV, settings, flags),
         temperature_B=settings.temperature_B,
         seed_B=settings.seed_B,
         anchor_position_B=anchor_position_B,
@@ -59,3 +43,19 @@ def judge(
         log_q_BKC=proposal.log_q_BKC,
         all_greedy=flags.all_greedy,
     )
+
+
+def _processed(logits_BLV: Tensor, settings: SamplingRows, flags: SamplingFlags) -> Tensor:
+    """Apply temperature and truncation to every row; all rows of a request share its settings."""
+    num_rows = logits_BLV.shape[1]
+    processed_RV = process_logits(
+        logits_BLV.flatten(0, 1),
+        temperature_R=settings.temperature_B.repeat_interleave(num_rows),
+        top_k_R=settings.top_k_B.repeat_interleave(num_rows),
+        top_p_R=settings.top_p_B.repeat_interleave(num_rows),
+        min_p_R=settings.min_p_B.repeat_interleave(num_rows),
+        max_top_k=flags.max_top_k,
+        any_top_p=flags.any_top_p,
+        any_min_p=flags.any_min_p,
+    )
+    return processed_RV.view(logits_BLV.shape)

@@ -1,7 +1,7 @@
 """Scaled dot-product attention with grouped heads, for one request or a padded batch.
 
-B requests, T query rows, S keys, N query heads, M key/value heads (N = M * G), H head size. Keys and values are laid out
-head-major, [.., M, S, H], because that is how a cache stores them: a request's context is then a view, never a copy.
+B requests, T query rows, S keys, N query heads, M key/value heads (N = M * G), H head size. Keys and values are laid
+out head-major, [.., M, S, H], because that is how a cache stores them: a request's context is a view, never a copy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ def attention_reference(q_BNTH: Tensor, k_BMSH: Tensor, v_BMSH: Tensor, visible:
     scores = q_BNTH.float() @ k.transpose(-1, -2) * q_BNTH.shape[-1] ** -0.5
     if visible is not None:
         scores = scores.masked_fill(~visible, float("-inf"))
-    return (scores.softmax(-1) @ v).to(q_BNTH.dtype)
+    mixed: Tensor = scores.softmax(-1) @ v
+    return mixed.to(q_BNTH.dtype)
 
 
 def attention(q_BNTH: Tensor, k_BMSH: Tensor, v_BMSH: Tensor, *, visible: Tensor | None = None) -> Tensor:
@@ -52,7 +53,7 @@ def causal_attention(q_BNTH: Tensor, k_BMTH: Tensor, v_BMTH: Tensor) -> Tensor:
 
 
 def attention_row_invariant(q_NTH: Tensor, k_MSH: Tensor, v_MSH: Tensor, visible_TS: Tensor) -> Tensor:
-    """Attention of one request whose result for a row does not depend on T, on S beyond what the row sees, or on neighbours.
+    """Attention of one request where a row's bits do not depend on T, on S beyond what it sees, or on its neighbours.
 
     Every sum runs over a fixed number of elements of the innermost dimension (H, then `KEY_TILE` keys), and tiles are
     added one after another; keys that a row cannot see add an exact zero.

@@ -31,12 +31,14 @@ def can_pack(weight_OI: Tensor) -> bool:
 
 def pack_weight(weight_OI: Tensor) -> Tensor:
     """Reorder a weight into oneDNN's layout; the result is opaque and only fit for `linear_packed`."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous(), _PACK_BATCH_HINT)
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous(), _PACK_BATCH_HINT)
+    return packed
 
 
 def linear_packed(x_TI: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
     """x @ W^T + b with a weight from `pack_weight`; x is [..., I] in bf16."""
-    return torch.ops.mkldnn._linear_pointwise(x_TI, packed, bias_O, "none", [], "")
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, packed, bias_O, "none", [], "")
+    return y
 
 
 def linear_row_invariant(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:

@@ -18,7 +18,14 @@ from torch import Tensor
 
 
 def linear_cross_entropy_reference(
-    hidden_RD: Tensor, teacher_RD: Tensor | None, labels_R: Tensor, weights_R: Tensor, head_VD: Tensor, *, kl: float, ce: float
+    hidden_RD: Tensor,
+    teacher_RD: Tensor | None,
+    labels_R: Tensor,
+    weights_R: Tensor,
+    head_VD: Tensor,
+    *,
+    kl: float,
+    ce: float,
 ) -> Tensor:
     """The definition: the weighted sum of both terms over all rows, float32, logits and all."""
     log_q = (hidden_RD.float() @ head_VD.float().T).log_softmax(-1)
@@ -135,7 +142,8 @@ def linear_cross_entropy(
 
 
 def _apply(*arguments: Any) -> tuple[Tensor, Tensor]:
-    result: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(*arguments)
+    apply: Any = _LinearCrossEntropy.apply
+    result: tuple[Tensor, Tensor] = apply(*arguments)
     return result
 
 

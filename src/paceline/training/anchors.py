@@ -24,7 +24,7 @@ class Blocks:
         valid_BA: bool.
         positions_BAQ: int64, anchor + row: as in serving, rows may lie past the end of the conversation.
         labels_BAQ: int64 token at each position; meaningless where `counts_BAQ` is false.
-        counts_BAQ: bool, rows that carry loss: supervised, inside the conversation, no gap since the anchor; row 0 never.
+        counts_BAQ: bool, rows that carry loss: supervised, in the conversation, no gap since the anchor; row 0 never.
     """
 
     anchors_BA: Tensor

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.errors import DataError
+from paceline.errors import DataError, RequestError
 
 _BUCKET = 64  # row lengths are rounded up to this, which bounds the number of tensor shapes
 _WINDOW = 16  # batches whose conversations are sorted by length together, to pad less
@@ -26,8 +26,12 @@ _WINDOW = 16  # batches whose conversations are sorted by length together, to pa
 class ChatEncoder(Protocol):
     """What reading chat files needs of a tokenizer."""
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> list[int]:
-        """Token ids of rendered messages."""
+    def render_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
+        """Messages through the target's template; at the end, if asked for, what opens the assistant's turn."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of rendered text, special tokens included."""
         ...
 
 
@@ -121,8 +125,8 @@ def read_conversations(path: Path, *, vocab_size: int, encoder: ChatEncoder | No
     """Read a token file (.npz) or a chat file (.jsonl).
 
     Args:
-        path: `.npz` with `tokens`, `prompt_len` and `response_len`, all conversations end to end; or one JSON object per
-            line with `messages`, of which assistant turns are supervised.
+        path: `.npz` with `tokens`, `prompt_len` and `response_len`, all conversations end to end; or one JSON object
+            per line with `messages`, of which assistant turns are supervised.
         vocab_size: ids must lie below it.
         encoder: renders and encodes chats; needed for `.jsonl`.
     Raises:
@@ -158,7 +162,7 @@ def _read_tokens(path: Path) -> Conversations:
             tokens, prompts, responses = (arrays[name] for name in ("tokens", "prompt_len", "response_len"))
     except DataError:
         raise
-    except Exception as error:  # a damaged archive fails in whatever layer meets the damage: zip, deflate, header, pickle
+    except Exception as error:  # damage shows in whatever layer meets it: zip, deflate, array header, pickle
         raise DataError(f"cannot read {path}: {error}", hint="a complete .npz file; was the copy cut short?") from error
     for name, array in (("tokens", tokens), ("prompt_len", prompts), ("response_len", responses)):
         if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -208,7 +212,9 @@ def _text(value: object) -> str:
     return value
 
 
-def encode_turns(turns: Sequence[Mapping[str, str]], encoder: ChatEncoder, *, where: str) -> tuple[list[int], list[bool]]:
+def encode_turns(
+    turns: Sequence[Mapping[str, str]], encoder: ChatEncoder, *, where: str
+) -> tuple[list[int], list[bool]]:
     """Token ids of a chat and their supervision marks, through the target's own template.
 
     An assistant turn is what the render with it adds to the render that asks for it, up to the last token that the
@@ -222,15 +228,18 @@ def encode_turns(turns: Sequence[Mapping[str, str]], encoder: ChatEncoder, *, wh
     for index, turn in enumerate(turns):
         if turn["role"] != "assistant":
             continue
-        prompt = encoder.encode_chat(turns[:index], add_generation_prompt=True)
-        whole = encoder.encode_chat(turns[: index + 1], add_generation_prompt=False)
+        try:
+            prompt = encoder.encode(encoder.render_chat(turns[:index], add_generation_prompt=True))
+            whole = encoder.encode(encoder.render_chat(turns[: index + 1], add_generation_prompt=False))
+            trailing = _num_trailing(encoder, turns[:index])
+        except RequestError as error:
+            raise DataError(f"{where}: {error.message}", hint=error.hint) from error
         if prompt[: len(ids)] != ids or whole[: len(prompt)] != prompt:
             raise DataError(
-                f"{where}: the chat template changes earlier turns when turn {index} is added, so its tokens cannot be told apart",
-                hint="one conversation per assistant turn",
+                f"{where}: adding turn {index} changes the tokens before it, so its own cannot be told apart",
+                hint="one assistant turn per conversation (some templates rewrite earlier ones), no leading blank line",
             )
         marks += [False] * (len(prompt) - len(ids)) + [True] * (len(whole) - len(prompt))
-        trailing = _num_trailing(encoder, turns[:index])
         if trailing:
             marks[-trailing:] = [False] * trailing
         ids = whole
@@ -243,7 +252,9 @@ def _num_trailing(encoder: ChatEncoder, history: Sequence[Mapping[str, str]]) ->
     Two answers that share no token are rendered: what both renders end in is the end token and what follows it.
     """
     renders = [
-        encoder.encode_chat([*history, {"role": "assistant", "content": answer}], add_generation_prompt=False)
+        encoder.encode(
+            encoder.render_chat([*history, {"role": "assistant", "content": answer}], add_generation_prompt=False)
+        )
         for answer in ("0", "yes")
     ]
     same = 0

@@ -82,8 +82,8 @@ def draft_blocks(
     attend = BlocksOverContext(context, [masks[kind] for kind in kinds])
     rows = drafter.embed_block(block_embeddings.to(features.dtype)).flatten(1, 2)
     last = drafter.backbone.position_table.shape[0] - 1
-    hidden = drafter.backbone(rows, blocks.positions_BAQ.flatten(1).clamp(max=last), attend)
-    return hidden.unflatten(1, (A, Q))
+    hidden: Tensor = drafter.backbone(rows, blocks.positions_BAQ.flatten(1).clamp(max=last), attend)
+    return hidden.view(B, A, Q, -1)
 
 
 def score_blocks(

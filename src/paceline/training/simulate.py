@@ -62,7 +62,7 @@ def _walk_responses(accepted: np.ndarray, anchors: np.ndarray) -> list[int]:
     borders = [0, *(np.flatnonzero(np.diff(anchors) != 1) + 1).tolist(), len(anchors)]
     visited = []
     for start, end in itertools.pairwise(borders):
-        visited += [start + index for index in walk(accepted[start:end], end - start + 1)]
+        visited += [start + index for index in walk(accepted[start:end].tolist(), end - start + 1)]
     return visited
 
 
@@ -103,7 +103,8 @@ def simulate(
             hidden = draft_blocks(drafter, features.taps, rows, blocks)[:, :, 1:].to(target.head_VD.dtype)
             flat = hidden.flatten(0, 2)
             ids = torch.cat([(chunk @ target.head_VD.T).argmax(-1) for chunk in flat.split(_HEAD_ROWS)])
-        right = ids.view(blocks.labels_BAQ[:, :, 1:].shape).eq(blocks.labels_BAQ[:, :, 1:]) & blocks.counts_BAQ[:, :, 1:]
+        labels = blocks.labels_BAQ[:, :, 1:]
+        right = ids.view(labels.shape).eq(labels) & blocks.counts_BAQ[:, :, 1:]
         accepted_BA = right.long().cumprod(-1).sum(-1).cpu().numpy()
         for row in range(len(indices)):
             kept_anchors = valid[row].cpu().numpy()

@@ -90,7 +90,8 @@ def train_step(
     parts: list[Scores] = []
     for batch, anchors, valid in prepared:
         here = batch.to(device)
-        blocks = make_blocks(here.token_ids_BS, here.supervised_BS, anchors.to(device), valid.to(device), settings.block_size)
+        here_anchors, here_valid = anchors.to(device), valid.to(device)
+        blocks = make_blocks(here.token_ids_BS, here.supervised_BS, here_anchors, here_valid, settings.block_size)
         anchor_ids = here.token_ids_BS.gather(1, blocks.anchors_BA)
         with autocast(device, settings.mixed_precision):
             scores = score_blocks(
@@ -101,7 +102,7 @@ def train_step(
                 target.head_VD,
                 settings.objective,
             )
-        (scores.loss_sum / total_weight).backward()  # type: ignore[no-untyped-call]
+        (scores.loss_sum / total_weight).backward()
         parts.append(scores)
     loss = sum((s.loss_sum.detach() for s in parts), torch.zeros((), device=device)) / total_weight
     norm = torch.nn.utils.clip_grad_norm_(drafter.parameters(), settings.clip_norm)

@@ -39,10 +39,13 @@ def test_context_is_a_view_and_gather_a_copy_of_the_same() -> None:
     assert gathered_k[1, 0, 0, 0] != 99.0
 
 
-def test_a_cleared_slot_leaves_the_others_alone() -> None:
+def test_cleared_rows_leave_the_others_alone() -> None:
     cache = make_cache()
     cache.planes.fill_(torch.nan)
-    cache.clear_slot(1)
+    cache.clear_rows(1, 6)
+    assert not cache.planes[:, :, 1, :, 6:].any()
+    assert cache.planes[:, :, 1, :, :6].isnan().all()
+    cache.clear_rows(1)
     assert not cache.planes[:, :, 1].any()
     assert cache.planes[:, :, [0, 2, 3]].isnan().all()
     assert cache.num_bytes == 2 * 2 * 4 * 2 * 10 * 4 * 4

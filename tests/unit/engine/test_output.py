@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fakes import ByteTokenizer
 
 from paceline.checkpoint.locate import locate_target
 from paceline.checkpoint.tokenizer import TextTokenizer, open_tokenizer
 from paceline.engine.output import IncrementalDecoder, RequestOutput, find_stop, held_back
 from paceline.engine.request import SamplingParameters
 from paceline.errors import PacelineError
-from tests.fakes import ByteTokenizer
 
 HARD_TEXTS = [
     "👩‍👩‍👧‍👦 family, 🏳️‍🌈 flag, 👍🏽 thumb",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.tiny import loaded, tiny_prompts
 
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.request import SamplingParameters
-from tests.tiny import loaded, tiny_prompts
 
 
 @pytest.mark.parametrize("chunk_size", [1, 4, 7, 20, 21])

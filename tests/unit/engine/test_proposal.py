@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from tests.tiny import loaded, tiny_prompts
 
 from paceline.engine.attends import AttentionChoice
 from paceline.engine.cache import KeyValueCache
@@ -13,7 +14,6 @@ from paceline.engine.slots import SlotState
 from paceline.models.attends import WholeSequence
 from paceline.models.loading import LoadedDrafter, LoadedTarget
 from paceline.models.taps import TapCollector
-from tests.tiny import loaded, tiny_prompts
 
 CPU = torch.device("cpu")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from tests.tiny import loaded, tiny_prompts
 
 from paceline.engine.attends import AttentionChoice
 from paceline.engine.cache import KeyValueCache
@@ -13,7 +14,6 @@ from paceline.engine.slots import SamplingFlags, SlotState
 from paceline.engine.step import HostStep, StepBatch, StepOutput, decode_step
 from paceline.models.drafters.proposal import Proposal
 from paceline.models.loading import LoadedDrafter, LoadedTarget
-from tests.tiny import loaded, tiny_prompts
 
 CPU = torch.device("cpu")
 ROW_INVARIANT = AttentionChoice(is_batched=False, is_row_invariant=True)

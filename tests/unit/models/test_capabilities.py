@@ -1,4 +1,4 @@
-"""The tap capability: declared by every target class, believed only with its machinery, refused with the field's words."""
+"""The tap capability: declared by every target class, believed with its machinery alone, refused in known words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention: both forms against float64 loops, grouped heads, masks, and row-invariant bits with garbage out of sight."""
+"""Attention: every form against float64 loops, grouped heads, masks, row-invariant bits, garbage out of sight."""
 
 from __future__ import annotations
 
@@ -115,9 +115,7 @@ def test_row_invariant_bits_depend_on_what_a_row_sees_alone(
     assert whole.dtype == dtype
     for row in (0, 3, 7, 8, 13, 19):
         for end in {first + row, first + row + 1, 60, num_keys} - set(range(first + row)):
-            alone = attention_row_invariant(
-                q[:, row : row + 1], k[:, :end], v[:, :end], visible[row : row + 1, :end]
-            )
+            alone = attention_row_invariant(q[:, row : row + 1], k[:, :end], v[:, :end], visible[row : row + 1, :end])
             assert torch.equal(alone[:, 0], whole[:, row]), (row, end)
 
 

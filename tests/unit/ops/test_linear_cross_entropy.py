@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import paceline.ops.linear_cross_entropy as linear_cross_entropy_module
 from paceline.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 
 TERMS = [(1.0, 0.0), (0.0, 1.0), (0.7, 0.4), (0.0, 0.0)]
@@ -53,12 +55,11 @@ def test_values_and_gradients_match_the_definition(
     kl, ce = terms
     hidden, teacher, labels, weights, head = random_case(num_rows, width, vocab_size, seed)
     ours, theirs = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
-    loss, correct = linear_cross_entropy(
-        ours, teacher, labels, weights, head, kl=kl, ce=ce, chunk_rows=chunk_rows
-    )
+    loss, correct = linear_cross_entropy(ours, teacher, labels, weights, head, kl=kl, ce=ce, chunk_rows=chunk_rows)
     expected = linear_cross_entropy_reference(theirs, teacher, labels, weights, head, kl=kl, ce=ce)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
-    assert float(loss.detach()) == pytest.approx(slow_loss(hidden, teacher, labels, weights, head, kl, ce), rel=1e-4, abs=1e-4)
+    slow = slow_loss(hidden, teacher, labels, weights, head, kl, ce)
+    assert float(loss.detach()) == pytest.approx(slow, rel=1e-4, abs=1e-4)
     (loss * 3).backward()
     (expected * 3 + 0 * theirs.sum()).backward()
     assert ours.grad is not None and theirs.grad is not None
@@ -98,9 +99,7 @@ def test_weights_of_zero_silence_a_row() -> None:
     loss.backward()
     assert student.grad is not None and torch.equal(student.grad[2], torch.zeros(6))
     keep = [0, 1, 3]
-    part, _ = linear_cross_entropy(
-        hidden[keep], teacher[keep], labels[keep], weights[keep], head, kl=1.0, ce=1.0
-    )
+    part, _ = linear_cross_entropy(hidden[keep], teacher[keep], labels[keep], weights[keep], head, kl=1.0, ce=1.0)
     torch.testing.assert_close(loss.detach(), part)
 
 
@@ -147,3 +146,29 @@ def test_a_kl_term_without_a_teacher_is_refused() -> None:
             function(hidden, None, labels, weights, head, kl=1.0, ce=1.0)
     loss, _ = linear_cross_entropy(hidden, None, labels, weights, head, kl=0.0, ce=1.0)
     assert torch.isfinite(loss)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 4, 5, 9])
+def test_the_form_for_the_compiler_fills_its_last_chunk_without_a_trace(
+    num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every chunk has one shape there; the function itself is the same and is left uncompiled here."""
+    shapes = []
+
+    def recording(logits: Tensor, *arguments: Any) -> Any:
+        shapes.append(tuple(logits.shape))
+        return linear_cross_entropy_module._chunk_loss_and_gradient(logits, *arguments)
+
+    monkeypatch.setattr(linear_cross_entropy_module, "_compiled_chunk", lambda: recording)
+    hidden, teacher, labels, weights, head = random_case(num_rows)
+    results = []
+    for compiled in (False, True):
+        student = hidden.clone().requires_grad_()
+        loss, correct = linear_cross_entropy(
+            student, teacher, labels, weights, head, kl=0.7, ce=0.4, chunk_rows=4, compiled=compiled
+        )
+        loss.backward()
+        assert student.grad is not None
+        results.append((loss.detach(), correct, student.grad))
+    assert set(shapes) <= {(4, 11)}
+    torch.testing.assert_close(results[1], results[0])

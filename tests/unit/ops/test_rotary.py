@@ -38,7 +38,9 @@ def test_position_zero_changes_nothing_and_scale_multiplies() -> None:
     is_neox_style=st.booleans(),
     seed=st.integers(0, 100),
 )
-def test_products_depend_on_distance_alone(first: int, distance: int, shift: int, is_neox_style: bool, seed: int) -> None:
+def test_products_depend_on_distance_alone(
+    first: int, distance: int, shift: int, is_neox_style: bool, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     q, k = torch.randn(2, 1, 1, 8, generator=generator, dtype=torch.float64).unbind(0)
     frequencies = 10000.0 ** (-torch.arange(4, dtype=torch.float64) / 4)

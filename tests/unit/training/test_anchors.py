@@ -45,7 +45,9 @@ def test_all_anchors_pads_shorter_rows_with_invalid_ones() -> None:
     assert valid.tolist() == [[True] * 3, [True, False, False], [False] * 3]
 
 
-@given(rows=st.lists(st.text(alphabet=".#", min_size=12, max_size=12), min_size=1, max_size=4), count=st.integers(1, 15))
+@given(
+    rows=st.lists(st.text(alphabet=".#", min_size=12, max_size=12), min_size=1, max_size=4), count=st.integers(1, 15)
+)
 def test_sampled_anchors_are_distinct_sorted_candidates_as_many_as_there_are(rows: list[str], count: int) -> None:
     supervised = torch.cat([marks(row) for row in rows])
     anchors, valid = sample_anchors(supervised, count, torch.Generator().manual_seed(3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -13,40 +14,48 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.errors import DataError
+from paceline.errors import DataError, RequestError
 from paceline.training.data import BatchOrder, Conversations, join, read_conversations, split_held_out
 
-START, END, NEWLINE = 1, 2, 3
-ROLES = {"system": 4, "user": 5, "assistant": 6}
+SPECIAL = {"<": 1, ">": 2, "/": 3}  # start, end, newline
 
 
 class ChatML:
-    """<start> role newline text <end> newline, as many small models have it; one id per character from 100 on."""
+    """<start> role newline text <end> newline, as many small models have it; one id per character."""
 
-    trailing: tuple[int, ...] = (NEWLINE,)
+    trailing = "/"
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> list[int]:
-        ids: list[int] = []
-        for message in messages:
-            text = [100 + ord(character) for character in message["content"]]
-            ids += [START, ROLES[message["role"]], NEWLINE, *text, END, *self.trailing]
-        return ids + ([START, ROLES["assistant"], NEWLINE] if add_generation_prompt else [])
+    def render_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
+        rendered = "".join(f"<{m['role'][0].upper()}/{m['content']}>{self.trailing}" for m in messages)
+        return rendered + ("<A/" if add_generation_prompt else "")
+
+    def encode(self, text: str) -> list[int]:
+        return [SPECIAL.get(character, 100 + ord(character)) for character in text]
 
 
 class NothingTrails(ChatML):
-    trailing = ()
+    trailing = ""
 
 
 class DropsHistory(ChatML):
     """A template that rewrites earlier assistant turns, as those of reasoning models do."""
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> list[int]:
+    def render_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
         last = len(messages) - 1
         shortened = [
             {**m, "content": m["content"][-1:]} if m["role"] == "assistant" and i < last else dict(m)
             for i, m in enumerate(messages)
         ]
-        return super().encode_chat(shortened, add_generation_prompt=add_generation_prompt)
+        return super().render_chat(shortened, add_generation_prompt=add_generation_prompt)
+
+
+class Refuses(ChatML):
+    """A template that takes no system message, as some do."""
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
+        if any(m["role"] == "system" for m in messages):
+            raise RequestError("the template refuses: no system messages", hint="leave it out")
+        return super().render_chat(messages, add_generation_prompt=add_generation_prompt)
 
 
 def turn(role: str, content: str) -> dict[str, str]:
@@ -59,7 +68,7 @@ def write_chats(path: Path, *chats: Any) -> Path:
 
 
 def letters(tokens: np.ndarray) -> str:
-    names = {START: "<", END: ">", NEWLINE: "/", 4: "S", 5: "U", 6: "A"}
+    names = {id_: character for character, id_ in SPECIAL.items()}
     return "".join(names.get(int(t)) or chr(int(t) - 100) for t in tokens)
 
 
@@ -136,8 +145,18 @@ def test_a_line_that_is_no_chat_is_named(tmp_path: Path, line: str) -> None:
 
 def test_a_template_that_rewrites_history_is_refused(tmp_path: Path) -> None:
     chat = [turn("user", "a"), turn("assistant", "bc"), turn("user", "d"), turn("assistant", "e")]
-    with pytest.raises(DataError, match=r"c\.jsonl:1.*changes earlier turns"):
+    with pytest.raises(DataError, match=r"c\.jsonl:1: adding turn 3 changes the tokens before it"):
         read(write_chats(tmp_path / "c.jsonl", chat), DropsHistory())
+
+
+def test_what_a_template_refuses_is_named_with_its_line(tmp_path: Path) -> None:
+    path = write_chats(
+        tmp_path / "c.jsonl",
+        [turn("user", "a"), turn("assistant", "b")],
+        [turn("system", "s"), turn("user", "a"), turn("assistant", "b")],
+    )
+    with pytest.raises(DataError, match=r"c\.jsonl:2: the template refuses: no system messages"):
+        read(path, Refuses())
 
 
 def test_chats_need_an_encoder(tmp_path: Path) -> None:
@@ -220,10 +239,8 @@ def test_a_damaged_token_file_is_one_clear_error_or_reads_the_same(tmp_path: Pat
     whole, expected = path.read_bytes(), read(path).fingerprint()
     for place in range(0, len(whole), 5):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
-        try:
+        with contextlib.suppress(DataError):
             assert read(path).fingerprint() == expected  # a field that nobody reads
-        except DataError:
-            pass
 
 
 def test_an_array_file_with_the_wrong_name_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -19,7 +20,7 @@ def test_the_rate_warms_up_stays_and_decays() -> None:
     assert rates[10:80] == [2.0] * 70
     assert rates[-1] == pytest.approx(0.1)  # final_share of the peak
     assert rates[89] == pytest.approx(2.0 * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * 0.5))))
-    assert all(a > b for a, b in zip(rates[79:], rates[80:], strict=False))
+    assert all(a > b for a, b in itertools.pairwise(rates[79:]))
     assert min(rates) > 0
 
 

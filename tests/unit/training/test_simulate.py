@@ -31,7 +31,9 @@ def test_the_golden_walk() -> None:
     assert 1 + float(np.mean(accepted)) == pytest.approx(2.2222, abs=1e-4)  # the all-anchor average is another number
 
 
-@pytest.mark.parametrize(("accepted", "num_tokens", "visited"), [([], 1, []), ([0], 2, [0]), ([1], 2, [0]), ([], 0, [])])
+@pytest.mark.parametrize(
+    ("accepted", "num_tokens", "visited"), [([], 1, []), ([0], 2, [0]), ([1], 2, [0]), ([], 0, [])]
+)
 def test_short_responses(accepted: list[int], num_tokens: int, visited: list[int]) -> None:
     assert walk(accepted, num_tokens) == visited
 
@@ -52,7 +54,11 @@ def models(layer_windows: tuple[int | None, ...] = (None, None)) -> tuple[DFlash
     target = DenseTarget(target_contract(**sizes))
     drafter = DFlashDrafter(
         drafter_contract(
-            **sizes, draft_vocab_size=VOCAB_SIZE, target_vocab_size=VOCAB_SIZE, mask_token_id=3, layer_windows=layer_windows
+            **sizes,
+            draft_vocab_size=VOCAB_SIZE,
+            target_vocab_size=VOCAB_SIZE,
+            mask_token_id=3,
+            layer_windows=layer_windows,
         )
     )
     randomise(target, 0)
@@ -105,9 +111,7 @@ def test_the_simulated_walk_is_what_serving_counts(layer_windows: tuple[int | No
     texts = [random_text(seed, 3 + seed, 61 - 7 * seed) for seed in range(5)]  # the first one fills its batch's width
     data = conversations(*texts)
     found = run(drafter, target, data)
-    steps = [
-        serve(drafter, target, data.tokens[data.starts[i] : data.starts[i + 1]].tolist(), 3 + i) for i in range(len(texts))
-    ]
+    steps = [serve(drafter, target, data.select([i]).tokens.tolist(), 3 + i) for i in range(len(texts))]
     flat = [kept for served in steps for kept in served]
     assert sum(flat) > 20  # there is something to count
     assert found.acceptance_length == pytest.approx(1 + sum(flat) / len(flat))

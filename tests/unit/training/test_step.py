@@ -28,7 +28,10 @@ SETTINGS = StepSettings(
 
 def batch_of(*rows: tuple[int, int], width: int = 24, seed: int = 0) -> Batch:
     """Rows of (prompt length, response length), with tokens that depend on the row's lengths alone."""
-    tokens, supervised = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.bool)
+    tokens, supervised = (
+        torch.zeros(len(rows), width, dtype=torch.long),
+        torch.zeros(len(rows), width, dtype=torch.bool),
+    )
     for row, (prompt, response) in enumerate(rows):
         generator = torch.Generator().manual_seed(1000 * prompt + response + seed)
         tokens[row, : prompt + response] = torch.randint(0, 60, (prompt + response,), generator=generator)

@@ -122,13 +122,16 @@ def test_blocks_agree_with_a_slow_float64_twin(changes: dict[str, Any]) -> None:
     torch.testing.assert_close(found.double(), slow_block(drafter, taps, embeddings), rtol=1e-4, atol=2e-5)
     # The twin must be able to tell: any other contract with the same weights gives something else.
     for field, value in (("layer_causal", (True, True)), ("layer_windows", (2, 2)), ("input_embedding_scale", 0.5)):
-        other = DFlashDrafter(drafter_contract(**{**changes, field: value[: drafter.contract.num_layers]}
-                                               if isinstance(value, tuple) else {**changes, field: value}))
+        fault = value[: drafter.contract.num_layers] if isinstance(value, tuple) else value
+        other = DFlashDrafter(drafter_contract(**{**changes, field: fault}))
         other.load_state_dict(drafter.state_dict())
         assert (slow_block(other, taps, embeddings) - found).abs().max() > 1e-3
 
 
 # --- the public implementation ---
+
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 def peer_drafter(stored: dict[str, Tensor], **changes: Any) -> DFlashDrafter:
@@ -154,9 +157,9 @@ def peer_drafter(stored: dict[str, Tensor], **changes: Any) -> DFlashDrafter:
     fused = {}
     for name in drafter.checkpoint_parameters():
         parts = [name]
-        for target, sources in (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))):
-            if target in name:
-                parts = [name.replace(target, source) for source in sources]
+        for fused_name, sources in FUSED.items():
+            if fused_name in name:
+                parts = [name.replace(fused_name, source) for source in sources]
         fused[f"backbone.{name}"] = torch.cat([weights.pop(part) for part in parts])
     assert not weights
     drafter.load_state_dict(fused)
@@ -240,7 +243,12 @@ def test_the_embedding_scale_touches_block_rows_alone() -> None:
 
 
 def propose(
-    logits_BKV: Tensor, *, temperature: float | list[float] = 1.0, seed: int | Tensor = 7, position: int = 30, step: int = 0
+    logits_BKV: Tensor,
+    *,
+    temperature: float | list[float] = 1.0,
+    seed: int | Tensor = 7,
+    position: int = 30,
+    step: int = 0,
 ) -> Proposal:
     num_requests = logits_BKV.shape[0]
     temperatures = temperature if isinstance(temperature, list) else [temperature] * num_requests

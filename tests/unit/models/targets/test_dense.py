@@ -18,6 +18,7 @@ from paceline.models.taps import CaptureId, TapCollector
 from paceline.models.targets.dense import DenseTarget
 
 TOLERANCE = 1e-4
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 def reference_model(architecture: str, rope: str, **changes: Any) -> tuple[nn.Module, DenseTarget]:
@@ -56,9 +57,9 @@ def copy_weights(theirs: nn.Module, ours: DenseTarget) -> None:
     filled = {}
     for name in dict(ours.named_parameters()):
         parts = [name]
-        for fused, sources in (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))):
-            if fused in name:
-                parts = [name.replace(fused, source) for source in sources]
+        for fused_name, sources in FUSED.items():
+            if fused_name in name:
+                parts = [name.replace(fused_name, source) for source in sources]
         filled[name] = torch.cat([state.pop(part) for part in parts])
     assert not state, f"unused: {sorted(state)}"
     ours.load_state_dict(filled, strict=not ours.contract.tie_word_embeddings)

@@ -1,0 +1,75 @@
+"""Sizes and choices of an engine, and what the models allow of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.checkpoint.contract import DraftSampleMethod
+from paceline.engine.proposal import Proposer
+from paceline.errors import ConfigError
+from paceline.models.loading import LoadedDrafter, LoadedTarget
+
+DEFAULT_MAX_MODEL_LEN = 2048
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Sizes and choices of an engine.
+
+    Attributes:
+        max_num_seqs: requests decoded at the same time.
+        max_model_len: tokens that prompt and output may hold together; None is the target's limit, at most 2048.
+        num_draft_tokens: proposals per step; None is what the drafter was loaded for.
+        draft_sample_method: None is the drafter's own.
+        prefill_chunk_size: prompt tokens per target pass, and per step while others decode.
+    """
+
+    max_num_seqs: int = 8
+    max_model_len: int | None = None
+    num_draft_tokens: int | None = None
+    draft_sample_method: DraftSampleMethod | None = None
+    prefill_chunk_size: int = 512
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_model_len", "num_draft_tokens", "prefill_chunk_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it has to be at least 1")
+        if self.draft_sample_method not in (None, "greedy", "probabilistic"):
+            raise ConfigError(f"draft_sample_method is {self.draft_sample_method!r}, not 'greedy' or 'probabilistic'")
+
+
+def context_length(target: LoadedTarget, settings: EngineSettings) -> int:
+    """Tokens that a prompt and its output may hold together.
+
+    Raises:
+        ConfigError: more was asked for than the target has positions.
+    """
+    limit = min(target.contract.max_position_embeddings, target.model.position_table.shape[0])
+    if settings.max_model_len is None:
+        return min(limit, DEFAULT_MAX_MODEL_LEN)
+    if settings.max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len is {settings.max_model_len}; the target has positions for {limit}",
+            origin={"target": target.contract.origin},
+        )
+    return settings.max_model_len
+
+
+def draft_tokens_per_step(drafter: LoadedDrafter | None, proposer: Proposer | None, settings: EngineSettings) -> int:
+    """Proposals per step, 0 without anything that drafts.
+
+    Raises:
+        ConfigError: more was asked for than the drafter was trained to propose.
+    """
+    if proposer is not None:
+        return proposer.num_draft_tokens
+    if drafter is None:
+        return 0
+    wanted = settings.num_draft_tokens or drafter.num_draft_tokens
+    if wanted > drafter.contract.num_draft_tokens:
+        raise ConfigError(
+            f"num_draft_tokens is {wanted}; the drafter was trained to propose {drafter.contract.num_draft_tokens}",
+            origin={"drafter": drafter.contract.origin},
+        )
+    return wanted

@@ -1,0 +1,476 @@
+"""The engine as its callers see it: ids, ends, text, slots and counters, with and without drafts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.fakes import ByteTokenizer, scripted_target, table_target
+from tests.tiny import loaded, tiny_prompts, wrap_drafter
+
+import paceline.engine.engine as engine_module
+from paceline.engine.canary import ReplayProposer
+from paceline.engine.engine import Engine, EngineSettings
+from paceline.engine.proposal import Proposer
+from paceline.engine.request import RequestResult, SamplingParameters
+from paceline.engine.step import StepOutput
+from paceline.errors import ConfigError, RequestError
+from paceline.models.drafters.proposal import Proposal
+from paceline.models.loading import LoadedTarget
+from paceline.trace.acceptance import AcceptanceSummary
+
+LONG = SamplingParameters(max_tokens=24, ignore_eos=True)
+
+
+def replaying(
+    target: LoadedTarget, text_after: dict[tuple[int, ...], Sequence[int]], num_draft_tokens: int, max_num_seqs: int = 8
+) -> Engine:
+    """An engine whose drafts are a known continuation of each prompt."""
+    prompts: dict[str | None, tuple[int, ...]] = {}
+
+    def script(slot: int) -> Sequence[int] | None:
+        request = engine._requests[engine.request_in_slot(slot)]
+        return request.prompt_ids + tuple(text_after[request.prompt_ids])
+
+    proposer = ReplayProposer(script, num_draft_tokens)
+    engine = Engine(target, None, EngineSettings(max_num_seqs=max_num_seqs), proposer=proposer)
+    assert not prompts
+    return engine
+
+
+class FlawedReplay:
+    """A replay in which chosen positions of the text are drafted wrong."""
+
+    def __init__(self, inner: Proposer, wrong: frozenset[int], vocab_size: int) -> None:
+        self._inner, self._wrong, self._vocab_size = inner, wrong, vocab_size
+        for name in ("name", "num_draft_tokens", "num_candidates", "max_positions", "target_layer_ids", "cache"):
+            setattr(self, name, getattr(inner, name))
+        self.write_context = inner.write_context
+
+    def propose(self, rows, state, *, all_greedy):
+        ids = self._inner.propose(rows, state, all_greedy=all_greedy).ids_BK
+        for index, length in enumerate(state.lengths[rows.slots_B].tolist()):
+            for k in range(ids.shape[1]):
+                if length + 1 + k in self._wrong and ids[index, k] >= 0:
+                    ids[index, k] = (ids[index, k] + 1) % self._vocab_size
+        return Proposal(ids)
+
+
+# Identity of the output
+
+
+@settings(max_examples=10)
+@given(
+    family=st.sampled_from(["llama", "qwen3"]),
+    block_size=st.integers(2, 8),
+    seed=st.integers(0, 3),
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=3),
+    window=st.sampled_from([None, 8, 16]),
+)
+def test_any_drafter_leaves_greedy_output_unchanged(family, block_size, seed, lengths, window) -> None:
+    target, drafter = loaded(family, seed, block_size=block_size, layer_windows=(window, None))
+    prompts = tiny_prompts(lengths, seed)
+    plain = Engine(target).generate(prompts, LONG)
+    speculative = Engine(target, drafter, EngineSettings(max_num_seqs=2)).generate(prompts, LONG)
+    assert [result.token_ids for result in speculative] == [result.token_ids for result in plain]
+
+
+@settings(max_examples=15)
+@given(
+    wrong=st.frozensets(st.integers(0, 60)),
+    num_draft_tokens=st.integers(1, 7),
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=3, unique=True),
+)
+def test_ragged_accepts_leave_greedy_output_unchanged(wrong, num_draft_tokens, lengths) -> None:
+    target, _ = loaded("qwen3")
+    prompts = tiny_prompts(lengths)
+    plain = Engine(target).generate(prompts, LONG)
+    engine = replaying(target, {result.prompt_ids: result.token_ids for result in plain}, num_draft_tokens)
+    engine.wrap_proposer(lambda inner: FlawedReplay(inner, wrong, 512))
+    for right, result in zip(plain, engine.generate(prompts, LONG), strict=True):
+        assert result.token_ids == right.token_ids
+        for record in result.trace.records:
+            drafted = range(record.anchor_position + 1, record.anchor_position + 1 + record.num_draft_tokens)
+            first_wrong = next((k for k, position in enumerate(drafted) if position in wrong), len(drafted))
+            assert record.num_verified_accepted == first_wrong
+
+
+SAMPLED = SamplingParameters(max_tokens=20, ignore_eos=True, temperature=1.0, top_p=0.95, seed=11)
+
+
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+def test_a_request_has_the_same_bits_alone_and_in_company(method: str) -> None:
+    target, drafter = loaded("qwen3")
+    prompts = tiny_prompts([5, 31, 12])
+    each = [SAMPLED, replace(SAMPLED, seed=12, temperature=0.7, top_k=30), replace(LONG, max_tokens=20)]
+    alone = [
+        Engine(target, drafter, EngineSettings(draft_sample_method=method)).generate([prompt], parameters)[0]
+        for prompt, parameters in zip(prompts, each, strict=True)
+    ]
+    engine = Engine(target, drafter, EngineSettings(max_num_seqs=3, draft_sample_method=method))
+    names = []
+    for index in (2, 0, 1):  # admitted one by one, while the others are in mid-flight
+        names.append(engine.add_request(prompts[index], each[index]))
+        engine.step()
+        engine.step()
+    while engine.has_unfinished():
+        engine.step()
+    for name, index in zip(names, (2, 0, 1), strict=True):
+        found, expected = engine.result(name), alone[index]
+        assert found.token_ids == expected.token_ids
+        assert [record.proposed_ids for record in found.trace.records] == [
+            record.proposed_ids for record in expected.trace.records
+        ]
+
+
+def test_a_slot_used_again_is_as_good_as_new() -> None:
+    """B44: long, short, long through one slot; ids and drafts equal those of fresh engines."""
+    target, drafter = loaded()
+    prompts = tiny_prompts([60, 3, 45])
+    shared = Engine(target, drafter, EngineSettings(max_num_seqs=1, max_model_len=100))
+    for prompt in prompts:
+        (again,) = shared.generate([prompt], LONG)
+        (fresh,) = Engine(target, drafter, EngineSettings(max_num_seqs=1, max_model_len=100)).generate([prompt], LONG)
+        assert again.token_ids == fresh.token_ids
+        assert [r.proposed_ids for r in again.trace.records] == [r.proposed_ids for r in fresh.trace.records]
+
+
+def test_seeds_decide_and_slots_do_not() -> None:
+    """B54: equal seeds give equal text, alone or among seven others; other seeds give other text."""
+    target, drafter = loaded()
+    prompt, *others = tiny_prompts([10, 6, 9, 14, 3, 20, 8, 11])
+    engine = Engine(target, drafter, EngineSettings(draft_sample_method="probabilistic"))
+    hot = replace(SAMPLED, max_tokens=30, top_p=1.0)
+    for _ in range(2):
+        one, two, three = engine.generate([prompt] * 3, [replace(hot, seed=seed) for seed in (1, 1, 2)])
+        assert one.token_ids == two.token_ids != three.token_ids
+        crowd = engine.generate([*others, prompt], [*[replace(hot, seed=None)] * 7, replace(hot, seed=1)])
+        assert crowd[-1].token_ids == one.token_ids
+    unseeded = engine.generate([prompt] * 2, replace(hot, seed=None))
+    assert unseeded[0].token_ids != unseeded[1].token_ids
+
+
+# Ends
+
+
+@pytest.fixture(scope="module")
+def story() -> tuple[LoadedTarget, list[int], RequestResult]:
+    """A target, a prompt, and 40 tokens of its plain text; ids below 256 are text, others have none."""
+    target, _ = loaded("qwen3", tokenizer=ByteTokenizer({index: b"<%d>" % index for index in range(512)}))
+    prompt = tiny_prompts([7])[0]
+    (result,) = Engine(target).generate([prompt], replace(LONG, max_tokens=40))
+    return target, prompt, result
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 7, 8, 9, 17])
+def test_budgets_are_exact(story, max_tokens: int) -> None:
+    """B63."""
+    target, prompt, right = story
+    engine = replaying(target, {right.prompt_ids: right.token_ids}, 7)
+    (result,) = engine.generate([prompt], replace(LONG, max_tokens=max_tokens))
+    assert result.token_ids == right.token_ids[:max_tokens] == result.trace.token_ids
+    assert (result.finish_reason, result.stop_reason) == ("length", None)
+
+
+@pytest.mark.parametrize("kind", ["token", "string", "string over two tokens", "eos"])
+@pytest.mark.parametrize("offset", range(1, 9))
+def test_the_first_end_in_token_order_wins_at_every_offset_of_a_block(story, offset: int, kind: str) -> None:
+    """B62, and B91: records say what was verified and what was delivered."""
+    target, prompt, right = story
+    token = right.token_ids[offset]
+    text = f"<{token}>"
+    if kind == "string over two tokens":
+        text = f"{right.token_ids[offset - 1]}><{token}"
+    stop = {
+        "token": {"stop_token_ids": (token,)},
+        "string": {"stop": (text,)},
+        "string over two tokens": {"stop": (text,)},
+        "eos": {"ignore_eos": False},
+    }[kind]
+    if kind == "eos":
+        target = replace(target, contract=replace(target.contract, stop_token_ids=(token,)))
+    for max_tokens in {max(offset, 1), offset + 1, offset + 2, offset + 4}:
+        sampling = replace(LONG, max_tokens=max_tokens, **stop)
+        (plain,) = Engine(target).generate([prompt], sampling)
+        engine = replaying(target, {right.prompt_ids: right.token_ids}, 7)
+        (result,) = engine.generate([prompt], sampling)
+        for field in ("token_ids", "text", "finish_reason", "stop_reason"):
+            assert getattr(result, field) == getattr(plain, field), (field, max_tokens)
+        assert result.trace.token_ids == result.token_ids
+        assert len(result.token_ids) <= max_tokens
+        assert not any(word in result.text for word in sampling.stop)
+        if kind != "token" and result.finish_reason == "stop":
+            assert result.stop_reason in (text, token)
+        for record in result.trace.records:
+            assert record.num_verified_accepted == record.num_draft_tokens, "the replay is right all along"
+            assert record.num_accepted == min(record.num_draft_tokens, len(record.emitted_ids))
+        steps = result.trace.records
+        if steps:
+            delivered = AcceptanceSummary.from_steps(steps).delivered_per_step
+            assert delivered == pytest.approx((len(result.token_ids) - 1) / len(steps))
+
+
+def test_streamed_pieces_add_up_to_the_result(story) -> None:
+    target, prompt, right = story
+    engine = replaying(target, {right.prompt_ids: right.token_ids}, 5)
+    deltas = list(engine.stream(prompt, replace(LONG, stop=(f"<{right.token_ids[17]}>",))))
+    result = engine.result(deltas[0].request_id)
+    assert "".join(delta.text for delta in deltas) == result.text
+    assert sum((delta.token_ids for delta in deltas), ()) == result.token_ids
+    assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
+    assert deltas[-1].finish_reason == result.finish_reason == "stop"
+    assert tuple(delta.step for delta in deltas[1:]) == tuple(result.trace.records)
+
+
+def test_a_character_cut_by_block_borders_streams_whole() -> None:
+    """B68: any cut of emoji, CJK and combining marks by blocks."""
+    text = "a👩‍👧é漢ö!"
+    ids = [index + 300 for index in range(len(text.encode()))]
+    tokenizer = ByteTokenizer({index: bytes([byte]) for index, byte in zip(ids, text.encode(), strict=True)})
+    target = scripted_target([7, *ids, 8], vocab_size=400, tokenizer=tokenizer, stop_token_ids=(8,))
+    for num_draft_tokens in (1, 2, 7):
+        engine = replaying(target, {(7,): [*ids, 8]}, num_draft_tokens)
+        deltas = list(engine.stream([7], SamplingParameters()))
+        assert "".join(delta.text for delta in deltas) == text
+        assert not any("\ufffd" in delta.text for delta in deltas)
+        (stopped,) = engine.generate([[7]], SamplingParameters(stop=("漢",)))
+        assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == ("a👩‍👧é", "stop", "漢")
+
+
+def test_bad_numbers_end_one_request_and_spare_the_others() -> None:
+    """B56: after token 5 the stream is NaN, after token 6 it is infinite; no id is ever picked from either."""
+    table = torch.full((8, 8), -20.0)
+    for before, after in ((0, 1), (1, 2), (2, 5), (3, 4), (4, 3), (7, 6), (5, 0), (6, 0)):
+        table[before, after] = 0.0
+    target = table_target(table)
+    target.model.embed_tokens.weight[5] = torch.nan
+    target.model.embed_tokens.weight[6] = torch.inf
+    drafts = {(0,): [1, 2, 5, 0, 1, 2], (3,): [4, 3] * 10, (7,): [6, 0, 1, 2, 5], (5,): [0, 1]}
+    sampling = SamplingParameters(max_tokens=12)
+    for is_sampled in (False, True):
+        each = [replace(sampling, temperature=0.5, seed=4)] * 3 if is_sampled else [sampling] * 3
+        for engine in (Engine(target), replaying(target, drafts, 2)):
+            nan, sound, infinite = engine.generate([[0], [3], [7]], each)
+            assert (nan.finish_reason, nan.token_ids) == ("error", (1, 2, 5))
+            assert (infinite.finish_reason, infinite.token_ids) == ("error", (6,))
+            assert (sound.finish_reason, sound.token_ids) == ("length", (4, 3) * 6)
+            assert engine.stats().num_numeric_errors == 2
+            assert engine._cache.planes.isfinite().all(), "nothing bad waits for the slot's next owner"
+            (first,) = engine.generate([[5]], sampling)
+            assert (first.finish_reason, first.token_ids, first.trace.first_token_id) == ("error", (), None)
+
+
+def test_an_overflowing_draft_does_not_end_a_sound_request() -> None:
+    """A wrong draft whose stream is NaN spoils its whole block; the text without it is unaffected."""
+    table = torch.full((8, 8), -20.0)
+    for before, after in ((0, 1), (1, 2), (2, 3), (3, 4), (4, 0)):
+        table[before, after] = 0.0
+    target = table_target(table)
+    target.model.embed_tokens.weight[5] = torch.nan
+    engine = replaying(target, {(0,): [1, 2, 3, 5, 0, 1, 2, 3, 4, 0, 1, 5]}, 3)
+    (result,) = engine.generate([[0]], SamplingParameters(max_tokens=12))
+    assert (result.finish_reason, result.token_ids) == ("length", (1, 2, 3, 4, 0) * 2 + (1, 2))
+    assert result.trace.token_ids == result.token_ids
+    assert engine.stats().num_spoiled_blocks >= 1
+    assert engine._cache.planes.isfinite().all()
+
+
+# Slots, limits, interruptions
+
+
+def test_abort_frees_the_slot_and_keeps_what_was_delivered(story) -> None:
+    target, prompt, right = story
+    engine = Engine(target, None, EngineSettings(max_num_seqs=1))
+    running, waiting = (engine.add_request(prompt, LONG) for _ in range(2))
+    for _ in range(4):
+        engine.step()
+    assert (engine.stats().num_running, engine.stats().num_waiting) == (1, 1)
+    engine.abort(waiting)
+    engine.abort(running)
+    assert not engine.has_unfinished()
+    assert engine.result(running).token_ids == right.token_ids[:5]
+    assert engine.result(running).text == "".join(f"<{token}>" for token in right.token_ids[:5])
+    assert engine.result(waiting).token_ids == ()
+    assert {engine.result(name).finish_reason for name in (running, waiting)} == {"abort"}
+    stats = engine.stats()
+    assert (stats.num_free_slots, stats.num_aborted, stats.num_finished) == (1, 2, 2)
+    engine.abort(running)
+    engine.abort("nobody")
+    assert engine.generate([prompt], LONG)[0].token_ids == right.token_ids[:24]
+
+
+def test_closing_a_stream_aborts_its_request(story) -> None:
+    target, prompt, _ = story
+    engine = Engine(target)
+    stream = engine.stream(prompt, LONG)
+    next(stream)
+    stream.close()
+    assert not engine.has_unfinished()
+    assert engine.stats().num_aborted == 1
+
+
+@pytest.mark.parametrize("where", ["forward", "before the host", "after the host"])
+def test_an_interrupted_step_is_done_again(story, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    target, prompt, right = story
+    _, drafter = loaded("qwen3")
+    engine = Engine(target, drafter, EngineSettings(max_num_seqs=2))
+    names = [engine.add_request(prompt, LONG), engine.add_request(prompt[:3], LONG)]
+    (other,) = Engine(target).generate([prompt[:3]], LONG)
+    for _ in range(3):
+        engine.step()
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if where == "forward":
+            patch.setattr(target.model, "logits", interrupt, raising=True)
+        elif where == "before the host":
+            patch.setattr(StepOutput, "to_host", interrupt)
+        else:
+            patch.setattr(engine_module.Engine, "_passed_on", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    while engine.has_unfinished():
+        engine.step()
+    assert [engine.result(name).token_ids for name in names] == [right.token_ids[:24], other.token_ids]
+    assert all(engine.result(name).trace.token_ids == engine.result(name).token_ids for name in names)
+
+
+def test_an_interrupted_generate_leaves_an_empty_engine(story, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, prompt, right = story
+    engine = Engine(target, None, EngineSettings(max_num_seqs=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(StepOutput, "to_host", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([prompt, prompt], LONG)
+    assert not engine.has_unfinished()
+    assert engine.stats().num_free_slots == 1
+    assert engine.generate([prompt], LONG)[0].token_ids == right.token_ids[:24]
+
+
+def test_a_request_longer_than_the_drafters_positions_goes_on_without_drafts(caplog: pytest.LogCaptureFixture) -> None:
+    """B17: one request crosses the limit while running, one starts beyond it, one never comes near."""
+    target, drafter = loaded(max_position_embeddings=64)
+    prompts, sampling = tiny_prompts([40, 70, 5]), replace(LONG, max_tokens=30)
+    plain = Engine(target).generate(prompts, sampling)
+    engine = Engine(target, drafter)
+    with caplog.at_level(logging.WARNING, logger="paceline"):
+        found = engine.generate(prompts, sampling)
+    assert [result.token_ids for result in found] == [result.token_ids for result in plain]
+    assert engine.stats().num_undrafted == 2
+    assert len(caplog.records) == 1
+    assert "the drafter ends at 64" in caplog.text
+    crossing, beyond, short = ([r.num_draft_tokens for r in result.trace.records] for result in found)
+    assert set(beyond) == {0}
+    assert set(short) == {7}
+    assert crossing == [7] * crossing.count(7) + [0] * crossing.count(0)
+    assert crossing.count(7) == 64 - 7 - 40  # anchors at 40..56 draft up to position 63
+
+
+def test_the_context_limit_refuses_prompts_and_cuts_budgets(story) -> None:
+    target, prompt, right = story
+    engine = Engine(target, None, EngineSettings(max_model_len=10))
+    with pytest.raises(RequestError, match=r"10 tokens; a context of 10"):
+        engine.add_request([5] * 10, LONG)
+    (result,) = engine.generate([prompt], LONG)
+    assert (result.token_ids, result.finish_reason) == (right.token_ids[:3], "length")
+    (last,) = engine.generate([[5] * 9], LONG)
+    assert (len(last.token_ids), last.finish_reason) == (1, "length")
+    assert Engine(target).max_model_len == 512
+
+
+def test_the_targets_own_last_position_can_be_reached_with_drafts() -> None:
+    target, drafter = loaded(target_changes={"max_position_embeddings": 40}, max_position_embeddings=40)
+    prompt = tiny_prompts([20])[0]
+    (plain,) = Engine(target).generate([prompt], replace(LONG, max_tokens=100))
+    (result,) = Engine(target, drafter).generate([prompt], replace(LONG, max_tokens=100))
+    assert len(plain.token_ids) == 20
+    assert result.token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"prefill_chunk_size": 0}, "prefill_chunk_size"),
+        ({"draft_sample_method": "best"}, "draft_sample_method is 'best'"),
+        ({"max_model_len": 513}, "513; the target has positions for 512"),
+        ({"num_draft_tokens": 8}, "8; the drafter was trained to propose 7"),
+    ],
+)
+def test_settings_beyond_the_models_are_refused(changes: dict[str, object], message: str) -> None:
+    target, drafter = loaded()
+    with pytest.raises(ConfigError, match=message):
+        Engine(target, drafter, EngineSettings(**changes))
+
+
+def test_requests_that_cannot_be_served_are_refused(story) -> None:
+    target, prompt, _ = story
+    engine = Engine(target)
+    engine.add_request(prompt, LONG, "mine")
+    with pytest.raises(RequestError, match="'mine' is still running"):
+        engine.add_request(prompt, LONG, "mine")
+    with pytest.raises(RequestError, match="has not ended yet"):
+        engine.result("mine")
+    with pytest.raises(RequestError, match="not known"):
+        engine.result("yours")
+    with pytest.raises(RequestError, match="stop_token_ids holds 512"):
+        engine.add_request(prompt, replace(LONG, stop_token_ids=(512,)))
+    with pytest.raises(RequestError, match="2 prompts came with 1"):
+        engine.generate([prompt, prompt], [LONG])
+    with pytest.raises(RequestError, match="empty"):
+        engine.generate([prompt, []], LONG)
+    engine.abort("mine")
+    assert not engine.has_unfinished(), "generate took back the prompts it had queued"
+
+
+def test_requests_are_admitted_in_order_and_slots_are_shared() -> None:
+    target, drafter = loaded()
+    engine = Engine(target, drafter, EngineSettings(max_num_seqs=2))
+    names = [engine.add_request(prompt, LONG) for prompt in tiny_prompts([5] * 5)]
+    order = []
+    while engine.has_unfinished():
+        order += [delta.request_id for delta in engine.step() if delta.finish_reason]
+        assert engine.stats().num_running <= 2
+    assert sorted(order) == sorted(names)
+    assert order[0] in names[:2]
+    assert order[-1] == names[-1]
+
+
+def test_stats_agree_with_the_traces() -> None:
+    target, drafter = loaded()
+    engine = Engine(target, drafter, EngineSettings(max_num_seqs=2, num_draft_tokens=3))
+    results = engine.generate(tiny_prompts([5, 9, 4]), LONG)
+    records = [record for result in results for record in result.trace.records]
+    summary, stats = AcceptanceSummary.from_steps(records), engine.stats()
+    assert stats.num_request_steps == summary.num_steps
+    assert stats.num_draft_tokens == summary.num_draft_tokens
+    assert stats.num_accepted == summary.num_accepted
+    assert stats.num_output_tokens == sum(len(result.token_ids) for result in results)
+    assert stats.num_prefill_tokens == 18
+    assert (stats.method, stats.linear_mode) == ("dflash/greedy", "row_invariant")
+    assert stats.num_impossible_drafts == 0
+    capacity = 512 + 3 + 1
+    assert stats.target_cache_bytes == 4 * 2 * 3 * 2 * capacity * 16 * 4
+    assert stats.drafter_cache_bytes == 2 * 2 * 3 * 2 * capacity * 16 * 4
+    assert all(record.step_ms > 0 for record in records)
+    for result in results:
+        assert result.trace.total_ms >= result.trace.prefill_ms > 0
+        assert [record.step_index for record in result.trace.records] == list(range(len(result.trace.records)))
+
+
+def test_sharing_a_drafter_with_fewer_drafts_leaves_the_ids_alone() -> None:
+    target, drafter = loaded()
+    prompts = tiny_prompts([6, 12])
+    plain = Engine(target).generate(prompts, LONG)
+    for num_draft_tokens in (1, 4):
+        narrow = wrap_drafter(drafter.model, "row_invariant", num_draft_tokens)
+        found = Engine(target, narrow).generate(prompts, LONG)
+        assert [result.token_ids for result in found] == [result.token_ids for result in plain]
+        assert {record.num_draft_tokens for result in found for record in result.trace.records} == {num_draft_tokens}
