@@ -43,16 +43,16 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in_size] to [..., out_size]."""
+        if self.mode == "row_invariant":
+            return linear_row_invariant(x, self.weight, self.bias, packed=self._packed)
         if self._packed is not None:
             return linear_packed(x, self._packed, self.bias)
-        if self.mode == "row_invariant":
-            return linear_row_invariant(x, self.weight, self.bias)
         return functional.linear(x, self.weight, self.bias)
 
     def set_mode(self, mode: LinearMode) -> None:
         """Switch the arithmetic; a weight that oneDNN cannot pack stays plain."""
         self.mode = mode
-        self._packed = pack_weight(self.weight) if mode == "packed" and can_pack(self.weight) else None
+        self._packed = pack_weight(self.weight) if mode != "plain" and can_pack(self.weight) else None
 
 
 def set_linear_mode(model: nn.Module, mode: LinearMode) -> int:

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-KEY_TILE = 32  # keys summed together in row-invariant arithmetic
+QUERY_TILE = 8  # query rows per call in row-invariant arithmetic
+KEY_TILE = 64  # its numbers of keys are multiples of this
+_ALIGNED_WIDTH = 16  # its head sizes are multiples of this: odd strides change the order of summation
 
 
 def attention_reference(q_BNTH: Tensor, k_BMSH: Tensor, v_BMSH: Tensor, visible: Tensor | None) -> Tensor:
@@ -53,10 +55,11 @@ def causal_attention(q_BNTH: Tensor, k_BMTH: Tensor, v_BMTH: Tensor) -> Tensor:
 
 
 def attention_row_invariant(q_NTH: Tensor, k_MSH: Tensor, v_MSH: Tensor, visible_TS: Tensor) -> Tensor:
-    """Attention of one request where a row's bits do not depend on T, on S beyond what it sees, or on its neighbours.
+    """Attention of one request whose result for a row does not depend on T, on keys past what it sees, or on neighbours.
 
-    Every sum runs over a fixed number of elements of the innermost dimension (H, then `KEY_TILE` keys), and tiles are
-    added one after another; keys that a row cannot see add an exact zero.
+    The kernel always sees one of few shapes: tiles of exactly `QUERY_TILE` query rows over a multiple of `KEY_TILE` keys
+    that follows from the last key a row sees. Rows whose multiples differ go into different tiles. Keys that a row
+    cannot see add an exact zero.
 
     Args:
         q_NTH: queries of one request.
@@ -66,33 +69,35 @@ def attention_row_invariant(q_NTH: Tensor, k_MSH: Tensor, v_MSH: Tensor, visible
     Returns:
         [N, T, H] in q's dtype.
     """
-    rows = [
-        _row_invariant_tile(q, k_MSH, v_MSH, visible)
-        for q, visible in zip(q_NTH.split(8, dim=1), visible_TS.split(8), strict=True)
-    ]
-    return torch.cat(rows, dim=1)
-
-
-def _row_invariant_tile(q_NTH: Tensor, k_MSH: Tensor, v_MSH: Tensor, visible_TS: Tensor) -> Tensor:
     N, T, H = q_NTH.shape
     M, S, _ = k_MSH.shape
-    missing = -S % KEY_TILE
-    k = functional.pad(k_MSH.float(), (0, 0, 0, missing))
-    v = functional.pad(v_MSH.float(), (0, 0, 0, missing)).transpose(1, 2).contiguous()
-    visible = functional.pad(visible_TS, (0, missing))
-    q = q_NTH.float().reshape(M, N // M, T, 1, H)
-    scores = (q * k[:, None, None]).sum(-1) * H**-0.5
-    scores = scores.masked_fill(~visible, float("-inf"))
-    weights = (scores - scores.amax(-1, keepdim=True)).exp()
-    weights = weights.masked_fill(~visible, 0.0).reshape(M, N // M, T, -1, KEY_TILE)
-    tiles_v = v.reshape(M, H, -1, KEY_TILE)
-    tiles_visible = visible.reshape(T, -1, KEY_TILE)
-    total = torch.zeros(M, N // M, T, dtype=torch.float32, device=q.device)
-    mixed = torch.zeros(M, N // M, T, H, dtype=torch.float32, device=q.device)
-    for tile in range(weights.shape[3]):
-        weight = weights[:, :, :, tile]
-        total = total + weight.sum(-1)
-        product = weight[:, :, :, None, :] * tiles_v[:, None, None, :, tile]
-        # 0 * NaN is NaN: what lies in slots that no row may see must not matter.
-        mixed = mixed + product.masked_fill(~tiles_visible[:, tile, None], 0.0).sum(-1)
-    return (mixed / total.unsqueeze(-1)).reshape(N, T, H).to(q_NTH.dtype)
+    # A key that a row cannot see may be anything, NaN included, and 0 * NaN is NaN: zeros take the place of all such
+    # keys, and rows that do see one become NaN at the end.
+    is_sound_S = torch.isfinite(k_MSH).all(-1).all(0) & torch.isfinite(v_MSH).all(-1).all(0)
+    odd = -H % _ALIGNED_WIDTH
+    k_MSH = functional.pad(k_MSH.masked_fill(~is_sound_S[:, None], 0.0), (0, odd, 0, -S % KEY_TILE))
+    v_MSH = functional.pad(v_MSH.masked_fill(~is_sound_S[:, None], 0.0), (0, odd, 0, -S % KEY_TILE))
+    visible_TS = functional.pad(visible_TS, (0, -S % KEY_TILE))
+    sees_unsound_T = (visible_TS[:, :S] & ~is_sound_S).any(dim=1)
+    last_T = (visible_TS * torch.arange(1, visible_TS.shape[1] + 1, device=visible_TS.device)).amax(dim=1).tolist()
+    tiles_T = [-(-int(last) // KEY_TILE) for last in last_T]
+    mixed = []
+    first = 0
+    while first < T:
+        end = first + 1
+        while end < min(T, first + QUERY_TILE) and tiles_T[end] == tiles_T[first]:
+            end += 1
+        num_keys, missing = tiles_T[first] * KEY_TILE, QUERY_TILE - (end - first)
+        visible = functional.pad(visible_TS[first:end, :num_keys], (0, 0, 0, missing))
+        visible[end - first :, 0] = True  # rows that fill the tile must see something, or their softmax is NaN
+        q = functional.pad(q_NTH[:, first:end], (0, odd, 0, missing)).reshape(1, M, (N // M) * QUERY_TILE, H + odd)
+        y = functional.scaled_dot_product_attention(
+            q,
+            k_MSH[None, :, :num_keys],
+            v_MSH[None, :, :num_keys],
+            attn_mask=visible.repeat(N // M, 1),
+            scale=H**-0.5,
+        )
+        mixed.append(y.reshape(N, QUERY_TILE, H + odd)[:, : end - first, :H])
+        first = end
+    return torch.cat(mixed, dim=1).masked_fill(sees_unsound_T[:, None], float("nan"))

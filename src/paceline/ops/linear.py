@@ -2,7 +2,8 @@
 
 `packed` reorders the weight once into oneDNN's blocked layout; on a CPU with bf16 instructions this halves the time of
 a decode step. `row_invariant` gives a row the same bits whatever its neighbours and their number: it cuts every call
-into tiles of exactly 16 rows, so the library always sees one shape. Tests of "identical ids" run in that mode.
+into tiles of exactly 8 rows, so the library always sees one shape, and packs the weight where it can. A decode step
+reads its weights from memory once either way, so this costs little there; a long prompt pays for its many small tiles.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-ROW_TILE = 16
+ROW_TILE = 8  # rows of a default draft block
 _ALIGNED_WIDTH = 16  # elements: at least 32 bytes in every float dtype
 _ALIGNED_BYTES = 32
 _PACK_BATCH_HINT = 16  # measured best for 1 to 16 rows; packing for one row is slower even at one row
@@ -41,15 +42,28 @@ def linear_packed(x_TI: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor
     return y
 
 
-def linear_row_invariant(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """x @ W^T + b in tiles of exactly `ROW_TILE` rows, so that no row's bits depend on how many rows there are."""
+def linear_row_invariant(
+    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, *, packed: Tensor | None = None
+) -> Tensor:
+    """x @ W^T + b in tiles of exactly `ROW_TILE` rows, so that no row's bits depend on how many rows there are.
+
+    Args:
+        x_TI: [..., I].
+        weight_OI: the weight.
+        bias_O: added to every row, or None.
+        packed: the same weight from `pack_weight`, used instead of it.
+    """
     rows = x_TI.reshape(-1, x_TI.shape[-1])
     missing = -rows.shape[0] % ROW_TILE
     # Rows of odd width start at odd addresses, and MKL's kernels for narrow outputs sum those in another order.
-    odd = -rows.shape[1] % _ALIGNED_WIDTH
+    odd = -rows.shape[1] % _ALIGNED_WIDTH if packed is None else 0
     weight_OI = functional.pad(weight_OI, (0, odd)) if odd else weight_OI
     padded = functional.pad(rows, (0, odd, 0, missing)) if missing or odd else rows
     if padded.data_ptr() % _ALIGNED_BYTES or not padded.is_contiguous():
         padded = padded.clone(memory_format=torch.contiguous_format)
-    tiles = [functional.linear(tile, weight_OI, bias_O) for tile in padded.split(ROW_TILE)]
-    return torch.cat(tiles)[: rows.shape[0]].reshape(*x_TI.shape[:-1], weight_OI.shape[0])
+    tiles = [
+        functional.linear(tile, weight_OI, bias_O) if packed is None else linear_packed(tile, packed, bias_O)
+        for tile in padded.split(ROW_TILE)
+    ]
+    y = tiles[0] if len(tiles) == 1 else torch.cat(tiles)
+    return y[: rows.shape[0]].reshape(*x_TI.shape[:-1], weight_OI.shape[0])
