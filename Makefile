@@ -35,7 +35,7 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## generate with the shipped drafter, beside plain decoding, and compare the two
 	$(BIN)/paceline generate smollm2-135m-instruct --draft-model drafters/smollm2-135m-instruct-dflash \
 		--prompt "What is the difference between a list and a tuple in Python? Give a short example of each." \
-		--max-tokens 128 --compare --trace
+		--max-tokens 128 --compare --trace --linear-mode row_invariant
 
 test: $(READY) ## run the tests that need no GPU and no network
 	$(BIN)/python -m pytest $(ARGS)
@@ -45,6 +45,7 @@ lint: $(READY) ## check style, imports between layers, and spelling
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/codespell
+	$(BIN)/python -m benchmarks.render_results --check
 
 format: $(READY) ## rewrite the sources in the project's format
 	$(BIN)/ruff check --fix .

@@ -42,9 +42,12 @@ def main() -> None:
         def settings(*more: str, base: list[str] = base) -> TrainRun:
             return load_settings(TrainRun, arguments.settings, [*base, *more])
 
-        timing = settings(f"schedule.num_steps={_TIMED_STEPS}", "evaluate.num_conversations=0", f"output={output}-timing")
+        timing = settings(
+            f"schedule.num_steps={_TIMED_STEPS}", "evaluate.num_conversations=0", f"output={output}-timing"
+        )
         if target is None:
-            target = load_target(timing.target.name, dtype=timing.target.dtype, device=timing.device, linear_mode="plain")
+            asked = timing.target
+            target = load_target(asked.name, dtype=asked.dtype, device=timing.device, linear_mode="plain")
         shutil.rmtree(timing.output, ignore_errors=True)
         train(timing, target)
         row = _rows(timing.output)[-2]  # the last row is the evaluation

@@ -1,6 +1,6 @@
 """Makes a token file of conversations that a target has with itself, for `data.files` of a training run.
 
-    python examples/make_self_chat.py smollm2-135m-instruct data/selfchat-0.npz --num-conversations 32768
+python examples/make_self_chat.py smollm2-135m-instruct data/selfchat-0.npz --num-conversations 32768
 """
 
 from __future__ import annotations

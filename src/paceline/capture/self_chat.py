@@ -82,15 +82,25 @@ class _Lockstep:
 
 
 def generate_self_chat(target: LoadedTarget, settings: SelfChatSettings) -> Iterator[Conversation]:
-    """Generate batch by batch; user turns that were cut, are empty or occurred before are left out.
+    """Generate batch by batch; user turns that were cut, are empty or occurred before are dropped.
 
     Args:
         target: loaded with plain linears; a GPU makes this worth while.
         settings: see above.
     Raises:
-        CompatibilityError: the target has no chat template, or one that does not put the user's text between fixed parts.
+        CompatibilityError: the target's chat template does not put the user's text between fixed parts, or the longest
+            conversation has no room in its context.
+        RequestError: the target has no chat template.
     """
     opening, closing = template_around_user(target)
+    longest = len(opening) + settings.max_user_tokens + len(closing) + settings.max_answer_tokens
+    if longest > target.model.position_table.shape[0]:
+        raise CompatibilityError(
+            f"a conversation may take {longest} tokens; the target has positions for "
+            f"{target.model.position_table.shape[0]}",
+            origin={"target": target.contract.origin},
+            hint="fewer tokens per answer or per user turn",
+        )
     generator = torch.Generator(target.model.norm.weight.device).manual_seed(settings.seed)
     seen: set[bytes] = set()
     began, num_tokens = time.perf_counter(), 0
@@ -104,7 +114,9 @@ def generate_self_chat(target: LoadedTarget, settings: SelfChatSettings) -> Iter
                 yield conversation
         _log.info(
             "%d conversations, %d answer tokens, %.0f tokens/s",
-            len(seen), num_tokens, num_tokens / (time.perf_counter() - began),
+            len(seen),
+            num_tokens,
+            num_tokens / (time.perf_counter() - began),
         )
 
 
@@ -148,6 +160,7 @@ def _one_batch(
     answer_end = torch.full((size,), length, device=device)
     forced = torch.tensor([*closing, end_of_turn], device=device)
     forced_index = torch.zeros(size, dtype=torch.int64, device=device)
+    stop_ids = torch.tensor(model.contract.stop_token_ids, device=device)
     is_greedy = torch.rand(size, device=device, generator=generator) < settings.greedy_share
     hidden = model(ids[:, : len(opening)], torch.arange(len(opening), device=device).expand(size, -1), cache)
     cache.length = len(opening)
@@ -161,17 +174,18 @@ def _one_batch(
         ids[:, position] = chosen
 
         # Phases move on after the token: a user turn that ends has written closing[0] itself.
-        ended_answer = (phase == _ANSWER) & (
-            (chosen == end_of_turn) | (position + 1 - answer_start >= settings.max_answer_tokens)
-        )
+        # An answer ends where serving would end it, at any stop token.
+        is_stop = torch.isin(chosen, stop_ids)
+        ended_answer = (phase == _ANSWER) & (is_stop | (position + 1 - answer_start >= settings.max_answer_tokens))
         answer_end = torch.where(ended_answer, position + 1, answer_end)
         template_over = (phase == _TEMPLATE) & (forced_index + 1 >= len(closing))
         answer_start = torch.where(template_over, position + 1, answer_start)
         ended_user = (phase == _USER) & (chosen == end_of_turn)
-        too_long = (phase == _USER) & ~ended_user & (position + 1 - len(opening) >= settings.max_user_tokens)
+        is_too_long = position + 1 - len(opening) >= settings.max_user_tokens
+        is_lost = (phase == _USER) & ~ended_user & (is_stop | is_too_long)
         forced_index = torch.where(phase == _TEMPLATE, forced_index + 1, forced_index)
         forced_index = torch.where(ended_user, 1, forced_index)
-        phase = torch.where(ended_answer | too_long, _DONE, phase)
+        phase = torch.where(ended_answer | is_lost, _DONE, phase)
         phase = torch.where(template_over, _ANSWER, phase)
         phase = torch.where(ended_user, _TEMPLATE, phase)
         if position % 32 == 0 and bool((phase == _DONE).all()):
@@ -201,7 +215,11 @@ def _draw(logits_BV: Tensor, temperature_B: Tensor, generator: torch.Generator) 
 
 
 def write_token_file(path: Path, conversations: list[Conversation]) -> None:
-    """Write conversations as a token file that training reads: `tokens`, `prompt_len`, `response_len`; whole or not at all.
+    """Write conversations as a token file that training reads, whole or not at all.
+
+    Args:
+        path: `.npz`; gets the arrays `tokens`, `prompt_len` and `response_len`.
+        conversations: in the order of the file.
 
     Raises:
         CapacityError: the disk is full.

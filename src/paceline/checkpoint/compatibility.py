@@ -59,12 +59,17 @@ def check_fit(drafter: DrafterContract, target: TargetContract, *, num_draft_tok
     misfits = find_misfits(drafter, target, num_draft_tokens=num_draft_tokens)
     if not misfits:
         return
-    named = f"the target {drafter.target_name}, which the drafter's config names" if drafter.target_name else None
+    if not find_misfits(drafter, target):
+        hint = f"at most {drafter.num_draft_tokens} draft tokens per step"
+    elif drafter.target_name:
+        hint = f"the target {drafter.target_name}, which the drafter's config names"
+    else:
+        hint = "the target that the drafter was trained on"
     text = misfits[0] if len(misfits) == 1 else f"{len(misfits)} disagreements:\n  - " + "\n  - ".join(misfits)
     raise CompatibilityError(
         text,
         origin={"drafter": drafter.origin, "target": target.origin},
-        hint=named or "the target that the drafter was trained on",
+        hint=hint,
     )
 
 

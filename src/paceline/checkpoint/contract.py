@@ -3,7 +3,7 @@
 `dialects.py` turns config files into these records and back; nothing else reads config keys. Layer ids come in two
 numberings, and confusing them costs acceptance without any error, so each has its own type:
 
-* `TargetLayerId`: 0-based decoder layer whose *output* is tapped; -1 is the embedding. Files of the z-lab dialect use it.
+* `TargetLayerId`: 0-based decoder layer whose *output* is tapped; -1 is the embedding. The z-lab dialect uses it.
 * `CaptureId`: index into hidden states that start with the embedding: `TargetLayerId + 1`. Used inside the engine.
 """
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -298,6 +299,19 @@ def save_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappin
             if any(f"os error {code}" in str(error) or f"code: {code}," in str(error) for code in _FULL):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
             raise
+        _sort_metadata(temporary)
+
+
+def _sort_metadata(path: Path) -> None:
+    """Put the header's metadata in order: the writer leaves it to chance, and equal weights shall be equal files."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        if len(text) <= size:  # always so, unless the writer spells a character otherwise; then chance stays
+            file.seek(8)
+            file.write(text.ljust(size))
 
 
 def _standalone(tensor: Tensor) -> Tensor:

@@ -79,6 +79,14 @@ def generate(
             rich_help_panel=options.OUTPUT,
         ),
     ] = None,
+    trace_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Append a record of every step to this .jsonl file, one answer a line.",
+            rich_help_panel=options.OUTPUT,
+        ),
+    ] = None,
     as_json: options.Json = False,
     config: options.ConfigFile = None,
     set_values: options.SetValues = None,
@@ -121,6 +129,7 @@ def generate(
             "offline": options.given(offline),
             "compare": options.given(compare),
             "trace": trace,
+            "trace_file": trace_file,
         },
     )
     prompts = gather_prompts(prompt or [], prompt_file)
@@ -192,6 +201,7 @@ def _run_all(run: GenerateRun, models: Models, prompts: Sequence[Prompt], view: 
     from paceline.cli.running import make_engine, sampling_of
     from paceline.evaluation.lossless import compare_ids
     from paceline.evaluation.prompts import encode_prompt
+    from paceline.trace.writer import TraceWriter
 
     sampling = sampling_of(run, stop=run.stop, stop_token_ids=run.stop_token_ids)
     engine = make_engine(run, models)
@@ -199,6 +209,7 @@ def _run_all(run: GenerateRun, models: Models, prompts: Sequence[Prompt], view: 
     encoded = [encode_prompt(prompt, models.target.tokenizer, system=run.system, raw=run.raw) for prompt in prompts]
     outcomes: list[_Outcome] = []
     interrupted = False
+    writer = TraceWriter(run.trace_file) if run.trace_file is not None else None
     try:
         if plain_engine is not None:
             _warm_up([engine, plain_engine], encoded[0], run)
@@ -208,6 +219,8 @@ def _run_all(run: GenerateRun, models: Models, prompts: Sequence[Prompt], view: 
             result = _stream(engine, ids, sampling, write=not view.as_json)
             outcome = _Outcome(prompt, result)
             outcomes.append(outcome)
+            if writer is not None:
+                writer.write(result.trace)
             if result.finish_reason == "error":
                 raise NumericError(
                     f"prompt {prompt.id!r}: the target's logits held a NaN or an infinity after "
@@ -228,6 +241,9 @@ def _run_all(run: GenerateRun, models: Models, prompts: Sequence[Prompt], view: 
                 _show_comparison(outcome, sampling, view)
     except KeyboardInterrupt:  # while warming up or between two prompts
         interrupted = True
+    finally:
+        if writer is not None:
+            writer.close()
     if view.as_json:
         options.print_json(_as_json(run, models, outcomes))
     else:

@@ -246,7 +246,7 @@ class ModelRun(Settings):
     device: DeviceName = Field("auto", description="auto, cpu, cuda or cuda:N")
     linear_mode: LinearMode = Field(
         "auto",
-        description="arithmetic of matrix products; row_invariant makes ids independent of the batch, and is slow",
+        description="arithmetic of matrix products; row_invariant makes a row's bits independent of the batch",
     )
     threads: Annotated[Count | None, OrNone] = Field(None, description="CPU threads; unset leaves the choice to torch")
     offline: Flag = Field(False, description="never touch the network; a missing file is an error")
@@ -270,6 +270,7 @@ class GenerateRun(ModelRun):
     trace: Flag | None = Field(
         None, description="show accepted, refused and bonus tokens; unset shows them on a terminal"
     )
+    trace_file: Path | None = Field(None, description="append a record of every step to this .jsonl file")
 
     @model_validator(mode="after")
     def _comparing_needs_a_drafter(self) -> Self:
@@ -282,6 +283,8 @@ class EvaluateRun(ModelRun):
     """Served acceptance of a drafter on prompt files."""
 
     draft_model: Name = Field(description="drafter folder or hub name")
-    prompts: tuple[Path, ...] = Field(min_length=1, description="prompt files (.jsonl or plain text), one set each")
+    prompts: tuple[Path, ...] = Field(
+        min_length=1, description="prompt files (.jsonl, plain text or held-out .npz), one set each"
+    )
     num_prompts: Annotated[Count | None, OrNone] = Field(None, description="prompts per set; unset takes all")
     max_num_seqs: Count = Field(8, description="prompts that are decoded at the same time")

@@ -1,4 +1,4 @@
-"""Attention over the cache, as the models call it. This is the one place where devices differ.
+"""Attention over the cache, as the models call it. Here, and where rows are written, is where devices differ.
 
 On a CPU each request attends over a view of exactly its own context: nothing is gathered or padded. On a GPU the batch
 is one masked call over the longest context. In row-invariant arithmetic requests go one by one on any device.
@@ -25,7 +25,7 @@ class AttentionChoice:
 
     Attributes:
         is_batched: one padded call for all requests; otherwise one exact call per request.
-        is_row_invariant: fixed order of summation, for bitwise tests; implies one call per request.
+        is_row_invariant: fixed kernel shapes, so that a row's bits are its own; implies one call per request.
     """
 
     is_batched: bool

@@ -80,7 +80,15 @@ class SelfAttention(nn.Module):
     """Grouped-query attention with fused q/k/v projection and optional per-head q/k norms."""
 
     def __init__(
-        self, hidden_size: int, num_heads: int, num_kv_heads: int, head_size: int, *, eps: float, bias: bool, qk_norm: bool
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        *,
+        eps: float,
+        bias: bool,
+        qk_norm: bool,
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import nn
@@ -65,7 +65,9 @@ def resolve_device(device: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chosen = torch.device(device)
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device {device} was asked for; torch sees {torch.cuda.device_count()} GPUs", hint="--device cpu")
+        raise ConfigError(
+            f"device {device} was asked for; torch sees {torch.cuda.device_count()} GPUs", hint="--device cpu"
+        )
     return chosen
 
 
@@ -154,7 +156,7 @@ def empty_target(contract: TargetContract, dtype: torch.dtype, device: torch.dev
         model = TARGETS[contract.architecture](contract)
     _materialise(model, dtype, device)
     if contract.tie_word_embeddings:
-        model.lm_head.weight = model.embed_tokens.weight
+        model.lm_head.weight = cast(nn.Parameter, model.embed_tokens.weight)
     table = position_table(contract.rope, contract.head_size, contract.max_position_embeddings)
     model.position_table = table.to(device)
     return model.eval()
@@ -196,4 +198,3 @@ def _replay_stored(folder: Path, target: LoadedTarget, drafter: DFlashDrafter) -
     source = open_safetensors_file(path)
     stored = {name: source.load(name) for name in source.names()}
     replay(target.model, drafter, stored)
-

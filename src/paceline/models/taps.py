@@ -18,11 +18,12 @@ __all__ = ["CaptureId", "TapCollector", "TargetLayerId", "capture_id", "target_l
 class TapCollector:
     """Keeps the hidden states of the requested capture ids of one forward pass.
 
-    A tap is a pure read: the model hands over the tensor that it goes on with, and nothing is computed for it, so logits
-    are bit-identical with and without a collector.
+    A tap is a pure read: the model hands over the tensor that it goes on with, and nothing is computed for it, so
+    logits are bit-identical with and without a collector.
 
     Args:
-        capture_ids: strictly increasing; 0 is the embedding, `num_layers` the last layer's output before the final norm.
+        capture_ids: strictly increasing; 0 is the embedding, `num_layers` the last layer's output before the final
+            norm.
     """
 
     def __init__(self, capture_ids: Sequence[CaptureId]) -> None:

@@ -18,12 +18,13 @@ from paceline.checkpoint.contract import DrafterContract, TargetContract, Target
 from paceline.checkpoint.dialects import default_target_layer_ids
 from paceline.checkpoint.export import split_fused, write_drafter_folder
 from paceline.checkpoint.names import drafter_destinations
-from paceline.checkpoint.weights import write_text_atomic
+from paceline.checkpoint.weights import disk_full_as_capacity_error, write_text_atomic
 from paceline.configuration.load import to_toml
 from paceline.configuration.run import TrainRun
 from paceline.errors import ConfigError, NumericError
 from paceline.models.drafters.dflash import DFlashDrafter
 from paceline.models.fingerprint import record_fingerprint
+from paceline.models.layers import DecoderLayer
 from paceline.models.loading import LoadedTarget, initialise_drafter, resolve_device
 from paceline.training.data import Batch, BatchOrder, Conversations, join, read_conversations, split_held_out
 from paceline.training.features import TargetFeatures
@@ -98,7 +99,9 @@ def drafter_contract(run: TrainRun, target: TargetContract) -> DrafterContract:
             hint="leave target_layer_ids out to spread the taps",
         )
     if asked.mask_token_id >= target.vocab_size:
-        raise ConfigError(f"drafter.mask_token_id {asked.mask_token_id} is outside the vocabulary of {target.vocab_size}")
+        raise ConfigError(
+            f"drafter.mask_token_id {asked.mask_token_id} is outside the vocabulary of {target.vocab_size}"
+        )
     return DrafterContract(
         family="dflash",
         origin=str(run.output),
@@ -145,7 +148,8 @@ def train(run: TrainRun, target: LoadedTarget, *, resume: bool = False) -> Outco
     Raises:
         ConfigError: the output folder holds another run, or nothing to resume.
         DataError: data that cannot be used.
-        NumericError: the loss stayed non-finite; the last finite state is on disk.
+        NumericError: the loss stayed non-finite; the token ids of the last step are on disk, and so is the last
+            checkpoint.
         CapacityError: the disk is full.
     """
     data = read_data(run, target)
@@ -200,21 +204,25 @@ class _Run:
         meter = _Meter(progress.step, run.schedule.num_steps)
         with StopRequest() as stop, ThreadPoolExecutor(1) as loader:
             for step, batches in self._batches(progress.step, loader):
-                result = self._step(step, batches)
+                rate = self.rates.rate(progress.num_updates)  # a skipped step does not advance the schedule
+                result = self._step(step, batches, rate)
                 is_finite = bool(result.is_finite)
                 bad_in_a_row = 0 if is_finite else bad_in_a_row + 1
                 progress = Progress(step + 1, progress.num_updates + is_finite)
                 meter.add(result)
                 done = progress.step == run.schedule.num_steps
-                if progress.step % _REPORT_EVERY == 0 or done or not is_finite:
-                    metrics.append(meter.row(progress.step, self.rates.rate(step)))
+                is_stopped = stop.is_set and not done  # read once: a request that comes later waits for the next border
+                saves = progress.step % run.checkpoint.every == 0 or done or is_stopped
+                # A row ends wherever a checkpoint does: a resumed run then goes on without a gap.
+                if progress.step % _REPORT_EVERY == 0 or saves or not is_finite:
+                    metrics.append(meter.row(progress.step, rate))
                 if bad_in_a_row == _MOST_BAD_STEPS:
                     raise self._gave_up(step, batches)
                 if progress.step % run.evaluate.every == 0 or done:
                     metrics.append(self._evaluate(progress.step))
-                if progress.step % run.checkpoint.every == 0 or done or stop.is_set:
+                if saves:
                     checkpoint = self._save(progress)
-                if stop.is_set and not done:
+                if is_stopped:
                     return Outcome(progress.step, False, checkpoint, None)
         return Outcome(progress.step, True, checkpoint, self._export(progress.step))
 
@@ -228,17 +236,21 @@ class _Run:
                 f"{self.run.output} already holds a run, saved at {latest.name}",
                 hint="--resume to continue it, or another output folder",
             )
-        self.run.output.mkdir(parents=True, exist_ok=True)
-        write_text_atomic(self.run.output / "config.toml", to_toml(self.run))
-        supervised = self.data.train.num_supervised
         _log.info(
             "%d conversations, %d supervised tokens, %d batches per epoch, %d trainable parameters",
-            len(self.data.train), supervised, self.order.batches_per_epoch, sum(p.numel() for p in self.drafter.parameters()),
+            len(self.data.train),
+            self.data.train.num_supervised,
+            self.order.batches_per_epoch,
+            sum(p.numel() for p in self.drafter.parameters()),
         )
-        if latest is None or not resume:
-            return Progress(0, 0)
-        progress = load_state(latest, self.drafter, self.optimizer, self._identity())
-        _log.info("resumed at step %d from %s", progress.step, latest)
+        progress = Progress(0, 0)
+        if latest is not None:
+            progress = load_state(latest, self.drafter, self.optimizer, self._identity())
+            _log.info("resumed at step %d from %s", progress.step, latest)
+        # Only now: a run that is refused must leave the folder of the other one as it was.
+        with disk_full_as_capacity_error(self.run.output):
+            self.run.output.mkdir(parents=True, exist_ok=True)
+        write_text_atomic(self.run.output / "config.toml", to_toml(self.run))
         return progress
 
     def _batches(self, first_step: int, loader: ThreadPoolExecutor) -> Iterator[tuple[int, list[Batch]]]:
@@ -255,14 +267,12 @@ class _Run:
             upcoming = loader.submit(read, step + 1)
             yield step, batches
 
-    def _step(self, step: int, batches: list[Batch]) -> StepResult:
+    def _step(self, step: int, batches: list[Batch], rate: float) -> StepResult:
         def generator(part: int) -> torch.Generator:
             mixed = np.random.SeedSequence([self.run.seed, step, part]).generate_state(1, np.uint64)[0]
             return torch.Generator().manual_seed(int(mixed) & (2**63 - 1))
 
-        return train_step(
-            self.drafter, self.features, self.optimizer, batches, generator, self.rates.rate(step), self.settings
-        )
+        return train_step(self.drafter, self.features, self.optimizer, batches, generator, rate, self.settings)
 
     def _evaluate(self, step: int) -> dict[str, object]:
         """Simulated acceptance on held-out conversations, file by file."""
@@ -288,7 +298,10 @@ class _Run:
             }
             _log.info(
                 "step %d held out %s: acceptance length %.3f (all anchors %.3f)",
-                step, name, found.acceptance_length, found.all_anchor_length,
+                step,
+                name,
+                found.acceptance_length,
+                found.all_anchor_length,
             )
         return row
 
@@ -302,8 +315,7 @@ class _Run:
         exported.backbone.position_table = self.drafter.backbone.position_table
         exported.load_state_dict(self.drafter.state_dict())
         probe_source = next((c for c in self.data.held_out.values() if len(c)), self.data.train)
-        start, end = int(probe_source.starts[0]), int(probe_source.starts[1])
-        probe = [int(token) for token in probe_source.tokens[start : min(end, start + _PROBE_TOKENS)]]
+        probe = [int(token) for token in probe_source.tokens[:_PROBE_TOKENS]]  # across borders, if texts are short
         folder = self.run.output / "drafter"
         write_drafter_folder(
             folder,
@@ -318,9 +330,12 @@ class _Run:
         """What makes two attempts the same run: settings that change the numbers, data, target."""
         settings = self.run.model_dump(mode="json", exclude={"output", "device", "evaluate", "checkpoint"})
         settings["data"].pop("files")
-        flat = {f"{section}.{key}": v for section, values in settings.items() if isinstance(values, dict) for key, v in values.items()}
+        sections = {section: values for section, values in settings.items() if isinstance(values, dict)}
+        flat = {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
         digest = hashlib.sha256()
-        for parameter in (self.target.model.embed_tokens.weight, self.target.model.layers[-1].mlp.down_proj.weight):
+        last_layer = self.target.model.layers[-1]
+        assert isinstance(last_layer, DecoderLayer)
+        for parameter in (self.target.model.embed_tokens.weight, last_layer.mlp.down_proj.weight):
             digest.update(parameter.detach().float().cpu().numpy().tobytes())
         return {
             **flat,
@@ -335,7 +350,7 @@ class _Run:
         return NumericError(
             f"loss or gradient was not finite for {_MOST_BAD_STEPS} steps in a row, last at step {step}",
             origin={"token ids": dump, "run": self.run.output},
-            hint="a smaller optimizer.learning_rate, resumed from the last checkpoint",
+            hint="a smaller optimizer.learning_rate and another output folder",
         )
 
 
@@ -356,15 +371,22 @@ class _Meter:
         results, seconds = self._results, now - self._since
         correct = torch.stack([r.correct_Q for r in results]).sum(0).tolist()
         counted = torch.stack([r.counted_Q for r in results]).sum(0).tolist()
-        loss = float(torch.stack([r.loss for r in results]).mean())
-        norm = float(torch.stack([r.gradient_norm for r in results]).mean())
+        finite = [r for r in results if bool(r.is_finite)]  # the mean of a NaN is no number, and NaN is no JSON
+        loss = float(torch.stack([r.loss for r in finite]).mean()) if finite else None
+        norm = float(torch.stack([r.gradient_norm for r in finite]).mean()) if finite else None
         tokens_per_second = sum(r.num_tokens for r in results) / seconds
         left = (now - self._began) / (step - self._first_step) * (self._num_steps - step)
         accuracy = [c / n if n else None for c, n in zip(correct[1:], counted[1:], strict=True)]
         first = f"{accuracy[0]:.3f}" if accuracy and accuracy[0] is not None else "-"
         _log.info(
-            "step %d/%d loss %.4f first-row accuracy %s rate %.2e %.0f tok/s, %.0f s left",
-            step, self._num_steps, loss, first, rate, tokens_per_second, left,
+            "step %d/%d loss %s first-row accuracy %s rate %.2e %.0f tok/s, %.0f s left",
+            step,
+            self._num_steps,
+            "not finite" if loss is None else f"{loss:.4f}",
+            first,
+            rate,
+            tokens_per_second,
+            left,
         )
         row = {
             "kind": "train",
@@ -376,7 +398,7 @@ class _Meter:
             "seconds": seconds,
             "tokens_per_second": tokens_per_second,
             "num_rows": sum(counted),
-            "num_bad_steps": sum(not bool(r.is_finite) for r in results),
+            "num_bad_steps": len(results) - len(finite),
             "accuracy_by_row": accuracy,
         }
         self._reset()

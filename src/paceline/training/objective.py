@@ -57,9 +57,7 @@ def position_weights(block_size: int, gamma: float | None) -> Tensor:
     return torch.tensor(weights, dtype=torch.float32)
 
 
-def draft_blocks(
-    drafter: DFlashDrafter, taps: Sequence[Tensor], block_embeddings: Tensor, blocks: Blocks
-) -> Tensor:
+def draft_blocks(drafter: DFlashDrafter, taps: Sequence[Tensor], block_embeddings: Tensor, blocks: Blocks) -> Tensor:
     """Run the drafter on all blocks of a batch at once, exactly as it will be served.
 
     Args:

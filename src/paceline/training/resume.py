@@ -18,6 +18,7 @@ from paceline.checkpoint.weights import (
     disk_full_as_capacity_error,
     open_safetensors_file,
     save_safetensors,
+    sync_to_disk,
     write_text_atomic,
 )
 from paceline.errors import CheckpointError, ConfigError
@@ -87,6 +88,7 @@ def save_state(
             write_text_atomic(unfinished / "state.json", json.dumps(state, indent=1, default=str) + "\n")
             shutil.rmtree(folder, ignore_errors=True)
             unfinished.rename(folder)
+            sync_to_disk(checkpoints)  # before an older one goes
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
@@ -106,23 +108,30 @@ def load_state(
     """
     try:
         saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read the state in {folder}: {error}") from error
-    _require_same_run(saved["identity"], json.loads(json.dumps(identity, default=str)), folder)
+        progress = Progress(int(saved["step"]), int(saved["num_updates"]))
+        saved_identity = dict(saved["identity"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"cannot read the state in {folder}: {error!r}",
+            hint="removing that folder, to resume from the one before it",
+        ) from error
+    _require_same_run(saved_identity, json.loads(json.dumps(identity, default=str)), folder)
     source = open_safetensors_file(folder / "state.safetensors")
     parameters = dict(drafter.named_parameters())
     wanted = {f"{kind}.{name}" for name in parameters for kind in ("master", *_MOMENTS)}
     if set(source.names()) != wanted:
         odd = sorted(set(source.names()) ^ wanted)[:4]
-        raise CheckpointError(f"the saved state is of another network; first differences: {odd}", origin={"state": folder})
+        raise CheckpointError(
+            f"the saved state is of another network; first differences: {odd}", origin={"state": folder}
+        )
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(source.load(f"master.{name}"))
             state = {moment: source.load(f"{moment}.{name}").to(parameter.device) for moment in _MOMENTS}
-            count = torch.tensor(float(saved["num_updates"]))
+            count = torch.tensor(float(progress.num_updates))
             is_fused = bool(optimizer.defaults.get("fused"))
             optimizer.state[parameter] = {"step": count.to(parameter.device) if is_fused else count, **state}
-    return Progress(saved["step"], saved["num_updates"])
+    return progress
 
 
 def _require_same_run(saved: Mapping[str, object], asked: Mapping[str, object], folder: Path) -> None:

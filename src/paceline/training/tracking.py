@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from paceline.checkpoint.weights import write_text_atomic
+from paceline.checkpoint.weights import disk_full_as_capacity_error, write_text_atomic
 
 
 class MetricsFile:
@@ -23,9 +23,13 @@ class MetricsFile:
         write_text_atomic(path, "".join(line + "\n" for line in kept))
 
     def append(self, row: Mapping[str, object]) -> None:
-        """Write one row; it is on its way to disk when this returns."""
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        """Write one row; it is on its way to disk when this returns.
+
+        Raises:
+            CapacityError: the disk is full.
+        """
+        with disk_full_as_capacity_error(self._path), self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row, allow_nan=False) + "\n")
 
 
 def _rows_up_to(path: Path, step: int) -> list[str]:

@@ -195,6 +195,17 @@ def test_one_file_is_read_as_written(tmp_path: Path) -> None:
         source.load("z")
 
 
+def test_equal_tensors_are_equal_files(tmp_path: Path) -> None:
+    """The writer of safetensors leaves the order of the metadata to chance; hashes of exports must not."""
+    metadata = {name: "é" + name for name in ("taps", "run", "contract", "seed", "data")}
+    tensors = {"x": torch.arange(6.0).view(3, 2), "y": torch.ones(5).bfloat16()}
+    for number in range(12):
+        save_safetensors(tmp_path / f"{number}.safetensors", tensors, metadata)
+    assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
+    assert read_safetensors_metadata(tmp_path / "0.safetensors") == {"format": "pt", **metadata}
+    assert torch.equal(open_safetensors_file(tmp_path / "0.safetensors").load("y"), tensors["y"])
+
+
 def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
     write_shards(tmp_path)
     source = open_safetensors(tmp_path)

@@ -10,6 +10,7 @@ from tests.unit.cli.fakes import ANSWER, FakeEngine, fake_models
 from tests.unit.cli.test_main import run
 
 from paceline.cli import running
+from paceline.trace.reader import read_traces
 
 PLAIN = ["generate", "m", "--prompt", "hi"]
 WITH_DRAFTER = [*PLAIN, "--draft-model", "d"]
@@ -117,6 +118,14 @@ def test_the_trace_goes_to_stderr(engines: dict[bool, FakeEngine], capsys: pytes
     assert captured.out == ANSWER
     assert len(captured.err.splitlines()) > 2
     assert "\x1b" not in captured.err
+
+
+def test_step_records_go_to_a_file(engines: dict[bool, FakeEngine], tmp_path: Path) -> None:
+    file = tmp_path / "traces.jsonl"
+    assert run([*WITH_DRAFTER, "--trace-file", str(file)]) == 0
+    assert run([*WITH_DRAFTER, "--trace-file", str(file)]) == 0
+    traces = list(read_traces(file))
+    assert [len(trace.records) for trace in traces] == [4, 4]  # a second run is appended
 
 
 def test_prompts_from_a_file_and_from_stdin(

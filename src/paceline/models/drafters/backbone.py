@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from paceline.checkpoint.contract import DrafterContract
 from paceline.models.layers import Attend, DecoderLayer, Linear, LinearMode, RMSNorm, set_linear_mode
 from paceline.models.positions import position_table
+from paceline.ops.rms_norm import rms_norm
 from paceline.ops.rotary import expand_rotary, turn_heads
 
 
@@ -54,6 +55,7 @@ class DrafterBackbone(nn.Module):
         table = position_table(contract.rope, contract.head_size, max_positions or contract.max_position_embeddings)
         self.register_buffer("position_table", table, persistent=False)
         self._stacked_kv: Linear | None = None
+        self._stacked_k_gain: Tensor  # float32 [layers, 1, H], set beside it
 
     def context_features(self, taps: Sequence[Tensor]) -> Tensor:
         """One feature vector per position from its taps.
@@ -85,13 +87,13 @@ class DrafterBackbone(nn.Module):
         rows = expand_rotary(self.position_table[positions], features.dtype, is_neox_style=neox)
         if self._stacked_kv is None:
             return [layer.self_attn.context_kv(features, rows, is_neox_style=neox) for layer in self._decoder_layers()]
+        # All layers at once: on a CPU four small norms and rotations cost four times one.
         kv = self._stacked_kv(features).unflatten(-1, (len(self.layers), 2, -1, self.contract.head_size))
-        pairs = []
-        for index, layer in enumerate(self._decoder_layers()):
-            assert layer.self_attn.k_norm is not None
-            k = layer.self_attn.k_norm(kv[..., index, 0, :, :])
-            pairs.append((turn_heads(k, rows, is_neox_style=neox), kv[..., index, 1, :, :]))
-        return pairs
+        no_gain = torch.ones_like(self._stacked_k_gain[0, 0])
+        k = rms_norm(kv[..., 0, :, :].float(), no_gain, eps=self.contract.rms_norm_eps) * self._stacked_k_gain
+        per_layer = (rows[0].unsqueeze(-3), rows[1].unsqueeze(-3))
+        k = turn_heads(k.to(kv.dtype), per_layer, is_neox_style=neox)  # one rounding, as in the norm of one layer
+        return list(zip(k.unbind(-3), kv[..., 1, :, :].unbind(-3), strict=True))
 
     def forward(self, embeddings_BQD: Tensor, positions_BQ: Tensor, attend: Attend) -> Tensor:
         """Run the block rows through every layer; returns [B, Q, D] after the final norm."""
@@ -112,6 +114,8 @@ class DrafterBackbone(nn.Module):
         biases = [a.qkv_proj.bias[a.q_size :] for a in attentions if a.qkv_proj.bias is not None]
         stacked.bias = nn.Parameter(torch.cat(biases).detach(), requires_grad=False) if biases else None
         self._stacked_kv = stacked
+        gains: list[Tensor] = [attention.k_norm.weight for attention in attentions if attention.k_norm is not None]
+        self._stacked_k_gain = torch.stack(gains).detach().float().unsqueeze(1)
         set_linear_mode(self, mode)
 
     def checkpoint_parameters(self) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ B requests, T tokens, D width, V vocabulary.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from torch import Tensor, nn
 
@@ -48,7 +48,7 @@ class DenseTarget(nn.Module):
         self.norm = RMSNorm(contract.hidden_size, contract.rms_norm_eps)
         self.lm_head = Linear(contract.hidden_size, contract.vocab_size)
         if contract.tie_word_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
+            self.lm_head.weight = cast(nn.Parameter, self.embed_tokens.weight)
         self.position_table: Tensor
         table = position_table(contract.rope, contract.head_size, max_positions or contract.max_position_embeddings)
         self.register_buffer("position_table", table, persistent=False)
@@ -96,4 +96,3 @@ class DenseTarget(nn.Module):
         """Raw embedding rows, without any scale."""
         rows: Tensor = self.embed_tokens(token_ids)
         return rows
-

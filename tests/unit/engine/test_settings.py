@@ -1,0 +1,49 @@
+"""What the models allow of the engine's settings."""
+
+from __future__ import annotations
+
+import pytest
+from tests.fakes import ReplayProposer
+from tests.tiny import loaded
+
+from paceline.engine.settings import (
+    DEFAULT_MAX_MODEL_LEN,
+    EngineSettings,
+    context_length,
+    draft_tokens_per_step,
+)
+from paceline.errors import ConfigError
+
+
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_model_len", "num_draft_tokens", "prefill_chunk_size"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_counts_start_at_one(name: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is {value}"):
+        EngineSettings(**{name: value})
+
+
+def test_the_method_is_one_of_two() -> None:
+    for method in (None, "greedy", "probabilistic"):
+        EngineSettings(**{"draft_sample_method": method})
+    with pytest.raises(ConfigError, match="'best'"):
+        EngineSettings(**{"draft_sample_method": "best"})
+
+
+def test_the_context_is_the_targets_up_to_the_default() -> None:
+    short, _ = loaded()
+    long, _ = loaded(target_changes={"max_position_embeddings": 2 * DEFAULT_MAX_MODEL_LEN})
+    assert context_length(short, EngineSettings()) == 512
+    assert context_length(long, EngineSettings()) == DEFAULT_MAX_MODEL_LEN
+    assert context_length(long, EngineSettings(max_model_len=3000)) == 3000
+    with pytest.raises(ConfigError, match="max_model_len is 513; the target has positions for 512"):
+        context_length(short, EngineSettings(max_model_len=513))
+
+
+def test_drafts_per_step() -> None:
+    _, drafter = loaded()
+    assert draft_tokens_per_step(None, None, EngineSettings()) == 0
+    assert draft_tokens_per_step(drafter, None, EngineSettings()) == 7
+    assert draft_tokens_per_step(drafter, None, EngineSettings(num_draft_tokens=2)) == 2
+    assert draft_tokens_per_step(drafter, ReplayProposer(lambda slot: None, 4), EngineSettings()) == 4
+    with pytest.raises(ConfigError, match="num_draft_tokens is 8; the drafter was trained to propose 7"):
+        draft_tokens_per_step(drafter, None, EngineSettings(num_draft_tokens=8))
