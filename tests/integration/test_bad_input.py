@@ -276,7 +276,7 @@ def test_ctrl_c_in_training(run_file: Path, tmp_path: Path, number: signal.Signa
     changes = ["schedule.num_steps=100000", "checkpoint.every=100000", "evaluate.every=100000"]
     process = start("train", run_file, *changes)
     assert process.stderr is not None
-    lines = []
+    lines: list[str] = []
     while not any("step 20/" in line for line in lines):
         lines.append(process.stderr.readline())
         assert lines[-1], "".join(lines)

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.tiny import wrap_target
 from tests.tiny_run import ChatByteTokenizer, random_rows, tiny_settings, write_token_file
 from torch import Tensor
 
 from paceline.checkpoint.contract import RopeSettings, TargetContract
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.request import SamplingParameters
-from paceline.models.layers import set_linear_mode
 from paceline.models.loading import LoadedTarget, load_drafter
 from paceline.models.targets.dense import DenseTarget
 from paceline.trace.acceptance import AcceptanceSummary
@@ -62,8 +62,7 @@ def cyclic_target() -> LoadedTarget:
     model.embed_tokens.weight.copy_(torch.eye(WIDTH))
     for token in range(CYCLE):
         model.lm_head.weight[(token + 1) % CYCLE, token] = 2.0
-    set_linear_mode(model, "row_invariant")
-    return LoadedTarget(model, contract, ChatByteTokenizer(), "row_invariant")
+    return wrap_target(model, "row_invariant", ChatByteTokenizer())
 
 
 def cyclic_rows(count: int, length: int) -> list[list[int]]:
@@ -161,7 +160,7 @@ def accuracy_on_noise(folder: Path, num_anchors: int) -> float:
     train(run, cyclic_target())
     metrics = [json.loads(line) for line in (run.output / "metrics.jsonl").read_text().splitlines()]
     last = [row for row in metrics if row["kind"] == "train"][-2:]
-    shares = [share for row in last for share in row["accuracy_by_row"]]
+    shares: list[float] = [share for row in last for share in row["accuracy_by_row"]]
     return sum(shares) / len(shares)
 
 
@@ -177,7 +176,7 @@ def test_noise_stays_noise(tmp_path: Path, num_anchors: int) -> None:
 
 def test_a_leak_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: context up to the end of the block instead of up to its anchor; 60 steps show it."""
-    visibility = objective.block_visibility
+    visibility = anchor_rules.block_visibility
 
     def leaky(anchors_BA: Tensor, block_size: int, context_size: int, **options: Any) -> Tensor:
         seen = visibility(anchors_BA, block_size, context_size, **options)

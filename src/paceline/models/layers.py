@@ -167,6 +167,7 @@ class DecoderLayer(nn.Module):
         self, x_BTD: Tensor, rows: RotaryRows, attend: Attend, layer: int, *, is_neox_style: bool = True
     ) -> Tensor:
         """Return the residual stream after this layer, a new tensor: the one handed in may have been tapped."""
-        y = self.self_attn(self.input_layernorm(x_BTD), rows, attend, layer, is_neox_style=is_neox_style)
-        x_BTD = x_BTD + y
-        return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+        attended: Tensor = self.self_attn(self.input_layernorm(x_BTD), rows, attend, layer, is_neox_style=is_neox_style)
+        x_BTD = x_BTD + attended
+        mixed: Tensor = self.mlp(self.post_attention_layernorm(x_BTD))
+        return x_BTD + mixed

@@ -55,11 +55,11 @@ def causal_attention(q_BNTH: Tensor, k_BMTH: Tensor, v_BMTH: Tensor) -> Tensor:
 
 
 def attention_row_invariant(q_NTH: Tensor, k_MSH: Tensor, v_MSH: Tensor, visible_TS: Tensor) -> Tensor:
-    """Attention of one request whose result for a row does not depend on T, on keys past what it sees, or on neighbours.
+    """Attention of one request in which a row's bits depend on what the row sees alone: not on T, S or its neighbours.
 
-    The kernel always sees one of few shapes: tiles of exactly `QUERY_TILE` query rows over a multiple of `KEY_TILE` keys
-    that follows from the last key a row sees. Rows whose multiples differ go into different tiles. Keys that a row
-    cannot see add an exact zero.
+    The kernel always sees one of few shapes: tiles of exactly `QUERY_TILE` query rows over a multiple of `KEY_TILE`
+    keys that follows from the last key a row sees. Rows whose multiples differ go into different tiles. Keys that a
+    row cannot see add an exact zero.
 
     Args:
         q_NTH: queries of one request.

@@ -15,7 +15,6 @@ from torch import Tensor
 ROW_TILE = 8  # rows of a default draft block
 _ALIGNED_WIDTH = 16  # elements: at least 32 bytes in every float dtype
 _ALIGNED_BYTES = 32
-_FEWEST_ROWS = 4
 _PACK_BATCH_HINT = 16  # measured best for 1 to 16 rows; packing for one row is slower even at one row
 
 
@@ -39,13 +38,7 @@ def pack_weight(weight_OI: Tensor) -> Tensor:
 
 def linear_packed(x_TI: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
     """x @ W^T + b with a weight from `pack_weight`; x is [..., I] in bf16."""
-    num_rows = x_TI.numel() // x_TI.shape[-1]
-    if num_rows < _FEWEST_ROWS:
-        # One row takes oneDNN's matrix-vector path, which is slower than four rows and rounds differently from them.
-        filled = x_TI.reshape(-1, 1, x_TI.shape[-1]).expand(-1, _FEWEST_ROWS, -1).contiguous()
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(filled, packed, bias_O, "none", [], "")
-        return y[:, 0].reshape(*x_TI.shape[:-1], -1)
-    y = torch.ops.mkldnn._linear_pointwise(x_TI, packed, bias_O, "none", [], "")
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, packed, bias_O, "none", [], "")
     return y
 
 

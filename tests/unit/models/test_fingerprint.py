@@ -21,7 +21,7 @@ from paceline.models.fingerprint import (
     record_fingerprint,
     replay_fingerprint,
 )
-from paceline.models.layers import set_linear_mode
+from paceline.models.layers import LinearMode, set_linear_mode
 from paceline.models.targets.dense import DenseTarget
 
 LAYERS = tuple(TargetLayerId(layer) for layer in (-1, 1, 2))
@@ -81,7 +81,7 @@ def test_the_same_target_is_exact(target: DenseTarget, drafter: DFlashDrafter, s
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("mode", ["plain", "packed", "row_invariant"])
 def test_another_precision_or_arithmetic_passes(
-    target: DenseTarget, drafter: DFlashDrafter, stored: dict[str, Tensor], dtype: torch.dtype, mode: str
+    target: DenseTarget, drafter: DFlashDrafter, stored: dict[str, Tensor], dtype: torch.dtype, mode: LinearMode
 ) -> None:
     """Recorded in float32, replayed as served; the tiny network is rougher than a real one and still well inside."""
     served = in_dtype(target, dtype)

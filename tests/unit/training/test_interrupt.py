@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from paceline.training import interrupt
 from paceline.training.interrupt import StopRequest
 
 
@@ -17,7 +17,7 @@ from paceline.training.interrupt import StopRequest
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """A clock that stands still until it is moved."""
     now = [100.0]
-    monkeypatch.setattr(interrupt.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     yield now
 
 
@@ -74,7 +74,7 @@ def test_handlers_come_back() -> None:
 def test_a_handler_from_outside_python_is_replaced_by_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """`signal.signal` says None for a handler that C code set, and does not take None back."""
     given: list[object] = []
-    monkeypatch.setattr(interrupt.signal, "signal", lambda number, handler: given.append(handler))
+    monkeypatch.setattr(signal, "signal", lambda number, handler: given.append(handler))
     with StopRequest():
         pass
     assert given[2:] == [signal.SIG_DFL, signal.SIG_DFL]

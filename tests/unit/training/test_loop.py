@@ -15,7 +15,7 @@ import torch
 from tests.tiny_run import chat_target, random_rows, tiny_settings, write_token_file
 from torch import Tensor
 
-from paceline.checkpoint.export import split_fused
+from paceline.checkpoint.export import split_fused, write_drafter_folder
 from paceline.checkpoint.names import drafter_destinations
 from paceline.checkpoint.weights import open_safetensors, open_safetensors_file
 from paceline.configuration.run import TrainRun
@@ -25,7 +25,9 @@ from paceline.training import loop
 from paceline.training.features import TargetFeatures
 from paceline.training.loop import Outcome, drafter_contract, train
 from paceline.training.objective import Features
-from paceline.training.step import StepResult
+from paceline.training.optimizer import RateSchedule, make_optimizer
+from paceline.training.resume import load_state, save_state
+from paceline.training.step import StepResult, train_step
 
 Act = Callable[[int], None]
 
@@ -44,7 +46,7 @@ def data(tmp_path: Path) -> Path:
 @pytest.fixture
 def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[Act], None]:
     """Lets a test act right after the optimizer step of every step, which is counted from 1 in each attempt."""
-    original = loop.train_step
+    original = train_step
 
     def install(act: Act) -> None:
         count = [0]
@@ -142,7 +144,7 @@ def test_a_resume_that_forgets_the_moments_would_be_seen(
     at_step(crash_at(13))
     with pytest.raises(Crash):
         train(parts, target)
-    restore = loop.load_state
+    restore = load_state
 
     def forgetful(folder: Path, drafter: Any, optimizer: torch.optim.Optimizer, identity: Any) -> Any:
         progress = restore(folder, drafter, optimizer, identity)
@@ -203,7 +205,7 @@ def test_a_signal_while_saving_waits_for_the_next_border(
 ) -> None:
     """The step it comes in was saved on schedule; the answer comes one step later and is saved as well."""
     run = tiny_settings(tmp_path / "run", data)
-    save = loop.save_state
+    save = save_state
 
     def interrupted(*arguments: Any, **options: Any) -> Path:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -336,7 +338,7 @@ def test_a_non_finite_step_is_skipped_and_counted(
 ) -> None:
     run = tiny_settings(tmp_path / "run", data, evaluate_num_conversations=0)
     used: list[float] = []
-    original = loop.train_step
+    original = train_step
 
     def step(*arguments: Any) -> StepResult:
         used.append(arguments[5])
@@ -352,7 +354,7 @@ def test_a_non_finite_step_is_skipped_and_counted(
     assert [row["loss"] is None for row in rows] == [row["num_bad_steps"] == row["num_steps"] for row in rows]
     saved = json.loads((run.output / "checkpoints" / "step-0000020" / "state.json").read_text())
     assert (saved["step"], saved["num_updates"]) == (20, 17)
-    rates = loop.RateSchedule(1e-3, 20, 0.04, 0.2, 0.05)
+    rates = RateSchedule(1e-3, 20, 0.04, 0.2, 0.05)
     assert used == [rates.rate(update) for update in (0, 1, 2, 3, 3, 3, 4, 5, 6, 7, 7, *range(8, 17))]
     assert all(bool(torch.isfinite(tensor).all()) for tensor in state(run, 20).values())
 
@@ -425,7 +427,7 @@ def test_a_full_disk_while_exporting_leaves_no_folder(
     run = tiny_settings(tmp_path / "run", data, schedule_num_steps=4)
     is_full = [False]
     fill_disk_at(monkeypatch, lambda: is_full[0])
-    export = loop.write_drafter_folder
+    export = write_drafter_folder
 
     def write(*arguments: Any) -> None:
         is_full[0] = True
@@ -482,7 +484,7 @@ def test_no_parameter_is_unchanged(
     assert unchanged(run, target) == []
     # The planted fault: masters rounded to bf16 after every step freeze the norms at exactly 1.
     faulty = tiny_settings(tmp_path / "faulty", data, optimizer_learning_rate=1e-4)
-    original = loop.train_step
+    original = train_step
 
     def rounding(drafter: Any, *arguments: Any) -> StepResult:
         result = original(drafter, *arguments)
@@ -500,7 +502,7 @@ def test_the_optimizer_holds_the_drafter_alone_and_the_target_stays(
     target: LoadedTarget, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[tuple[Any, torch.optim.Optimizer]] = []
-    make = loop.make_optimizer
+    make = make_optimizer
 
     def noted(drafter: Any, **options: Any) -> torch.optim.AdamW:
         optimizer = make(drafter, **options)
