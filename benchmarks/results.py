@@ -66,9 +66,9 @@ def command_text(module: str, arguments: Sequence[str]) -> str:
 
 
 def scrub_argument(argument: str) -> str:
-    """Cut an absolute path, alone or after the last `=`, to its last part; leave relative paths as they are."""
+    """Cut a path that leads out of the repository, alone or after the last `=`, to its last part."""
     head, separator, tail = argument.rpartition("=")
-    is_of_this_machine = PurePosixPath(tail).is_absolute() or tail.startswith("~")
+    is_of_this_machine = PurePosixPath(tail).is_absolute() or tail.startswith(("~", ".."))
     return head + separator + (PurePosixPath(tail).name if is_of_this_machine else tail)
 
 

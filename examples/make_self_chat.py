@@ -9,7 +9,8 @@ import argparse
 import logging
 from pathlib import Path
 
-from paceline.capture.self_chat import SelfChatSettings, generate_self_chat, write_token_file
+from paceline.capture.self_chat import SelfChatSettings, generate_self_chat
+from paceline.capture.token_file import write_token_file
 from paceline.models.loading import load_target
 
 

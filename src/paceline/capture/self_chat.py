@@ -13,13 +13,12 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.weights import replacing
+from paceline.capture.token_file import Conversation
 from paceline.errors import CompatibilityError
 from paceline.models.loading import LoadedTarget
 from paceline.models.targets.dense import DenseTarget
@@ -51,14 +50,6 @@ class SelfChatSettings:
     greedy_share: float = 0.75
     temperature: float = 0.8
     seed: int = 0
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """Token ids of one prompt, rendered, and of its answer, end token included unless it was cut."""
-
-    prompt_ids: np.ndarray
-    answer_ids: np.ndarray
 
 
 class _Lockstep:
@@ -212,25 +203,3 @@ def _draw(logits_BV: Tensor, temperature_B: Tensor, generator: torch.Generator) 
     p_BV = (logits_BV.float() / temperature_B[:, None]).softmax(-1)
     noise_BV = torch.empty_like(p_BV).exponential_(generator=generator)
     return (p_BV / noise_BV.clamp_(min=1e-30)).argmax(-1)
-
-
-def write_token_file(path: Path, conversations: list[Conversation]) -> None:
-    """Write conversations as a token file that training reads, whole or not at all.
-
-    Args:
-        path: `.npz`; gets the arrays `tokens`, `prompt_len` and `response_len`.
-        conversations: in the order of the file.
-
-    Raises:
-        CapacityError: the disk is full.
-    """
-    pieces = [piece for c in conversations for piece in (c.prompt_ids, c.answer_ids)]
-    tokens = np.concatenate(pieces) if pieces else np.empty(0, np.int64)
-    dtype = np.uint16 if tokens.size == 0 or tokens.max() < 2**16 else np.uint32
-    with replacing(path) as unfinished, unfinished.open("wb") as file:
-        np.savez_compressed(
-            file,
-            tokens=tokens.astype(dtype),
-            prompt_len=np.array([len(c.prompt_ids) for c in conversations], np.uint16),
-            response_len=np.array([len(c.answer_ids) for c in conversations], np.uint16),
-        )

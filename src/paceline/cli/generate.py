@@ -6,15 +6,16 @@ target answers the same prompts, and greedy ids that differ end in exit code 3.
 
 from __future__ import annotations
 
+import secrets
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline.cli import options
-from paceline.errors import EXIT_CHECK_SAYS_NO, EXIT_INTERRUPTED, ConfigError, NumericError
+from paceline.errors import EXIT_CHECK_SAYS_NO, EXIT_INTERRUPTED, ConfigError, DataError, NumericError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -159,6 +160,7 @@ class _Outcome:
 
     prompt: Prompt
     result: RequestResult
+    seed: int | None
     plain: RequestResult | None = None
     comparison: Comparison | None = None
 
@@ -180,7 +182,7 @@ def gather_prompts(texts: Sequence[str], file: Path | None) -> list[Prompt]:
         raise ConfigError("stdin can be read once, but --prompt - was given twice")
     prompts: list[Prompt] = []
     for index, text in enumerate(texts):
-        content = sys.stdin.read().rstrip("\n") if text == STDIN else text
+        content = _read_stdin() if text == STDIN else text
         if not content.strip():
             where = "stdin" if text == STDIN else "--prompt"
             raise ConfigError(f"the prompt from {where} is empty", origin={"prompt": where})
@@ -197,27 +199,41 @@ def gather_prompts(texts: Sequence[str], file: Path | None) -> list[Prompt]:
     return prompts
 
 
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.read().rstrip("\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"the prompt on stdin is not {error.encoding}: {error.reason}", hint="text in UTF-8") from error
+
+
 def _run_all(run: GenerateRun, models: Models, prompts: Sequence[Prompt], view: _View) -> int:
     from paceline.cli.running import make_engine, sampling_of
+    from paceline.engine.request import check_prompt
     from paceline.evaluation.lossless import compare_ids
     from paceline.evaluation.prompts import encode_prompt
     from paceline.trace.writer import TraceWriter
 
     sampling = sampling_of(run, stop=run.stop, stop_token_ids=run.stop_token_ids)
-    engine = make_engine(run, models)
-    plain_engine = make_engine(run, models, with_drafter=False) if run.compare else None
+    first_seed = sampling.seed if sampling.seed is not None else secrets.randbits(31)
     encoded = [encode_prompt(prompt, models.target.tokenizer, system=run.system, raw=run.raw) for prompt in prompts]
+    longest = max(map(len, encoded))
+    engine = make_engine(run, models, num_prompt_tokens=longest)
+    plain_engine = make_engine(run, models, with_drafter=False, num_prompt_tokens=longest) if run.compare else None
+    for ids in encoded:  # before the first answer: one bad prompt must not cost the answers to the others
+        check_prompt(ids, vocab_size=models.target.contract.vocab_size, max_model_len=engine.max_model_len)
     outcomes: list[_Outcome] = []
     interrupted = False
     writer = TraceWriter(run.trace_file) if run.trace_file is not None else None
     try:
         if plain_engine is not None:
             _warm_up([engine, plain_engine], encoded[0], run)
-        for prompt, ids in zip(prompts, encoded, strict=True):
+        for index, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
+            if not sampling.is_greedy:  # prompt i draws with seed + i: repeatable, and no two share their noise
+                sampling = replace(sampling, seed=(first_seed + index) % 2**63)
             if len(prompts) > 1 and not view.as_json:
                 typer.echo(f"{'' if prompt is prompts[0] else chr(10)}--- {prompt.id}", err=True)
             result = _stream(engine, ids, sampling, write=not view.as_json)
-            outcome = _Outcome(prompt, result)
+            outcome = _Outcome(prompt, result, sampling.seed)
             outcomes.append(outcome)
             if writer is not None:
                 writer.write(result.trace)
@@ -364,6 +380,7 @@ def _as_json(run: GenerateRun, models: Models, outcomes: Sequence[_Outcome]) -> 
         row: dict[str, object] = {
             "id": outcome.prompt.id,
             "num_prompt_tokens": len(result.prompt_ids),
+            "seed": outcome.seed,
             "text": result.text,
             "token_ids": list(result.token_ids),
             "finish_reason": result.finish_reason,

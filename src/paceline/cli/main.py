@@ -50,6 +50,14 @@ class PacelineGroup(TyperGroup):
         except KeyboardInterrupt as error:
             typer.echo("interrupted", err=True)
             raise typer.Exit(EXIT_INTERRUPTED) from error
+        except (MemoryError, RuntimeError) as error:
+            if type(error).__name__ not in ("MemoryError", "OutOfMemoryError"):  # torch has its own, unloaded here
+                raise
+            if session.debug:
+                traceback.print_exc()
+            first_line = str(error).splitlines()[0] if str(error) else "no memory left"
+            typer.echo(f"CapacityError: {first_line}\n  try: less at a time, or a smaller model", err=True)
+            raise typer.Exit(EXIT_FAILED) from error
         except OSError as error:
             if session.debug:
                 traceback.print_exc()

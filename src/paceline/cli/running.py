@@ -54,7 +54,14 @@ def load_models(run: ModelRun, environment: Environment) -> Models:
     return Models(target, drafter)
 
 
-def make_engine(run: ModelRun, models: Models, *, with_drafter: bool = True, max_num_seqs: int = 1) -> Engine:
+def make_engine(
+    run: ModelRun,
+    models: Models,
+    *,
+    with_drafter: bool = True,
+    max_num_seqs: int = 1,
+    num_prompt_tokens: int = 0,
+) -> Engine:
     """An engine over loaded models.
 
     Args:
@@ -62,13 +69,18 @@ def make_engine(run: ModelRun, models: Models, *, with_drafter: bool = True, max
         models: what `load_models` gave.
         with_drafter: False for plain decoding of the same target.
         max_num_seqs: requests that are decoded at the same time.
+        num_prompt_tokens: of the longest prompt; without `max_model_len` the context is long enough for it and its
+            answer, as far as the target reaches.
     """
     from paceline.engine.engine import Engine, EngineSettings
+    from paceline.engine.settings import DEFAULT_MAX_MODEL_LEN
 
     drafter = models.drafter if with_drafter else None
+    wanted = num_prompt_tokens + run.max_tokens
+    limit = models.target.contract.max_position_embeddings
     settings = EngineSettings(
         max_num_seqs=max_num_seqs,
-        max_model_len=run.max_model_len,
+        max_model_len=run.max_model_len or min(limit, max(wanted, DEFAULT_MAX_MODEL_LEN)),
         num_draft_tokens=run.spec_tokens if drafter is not None else None,
         draft_sample_method=run.draft_sample_method if drafter is not None else None,
     )
@@ -78,10 +90,11 @@ def make_engine(run: ModelRun, models: Models, *, with_drafter: bool = True, max
 def sampling_of(
     run: ModelRun, *, stop: tuple[str, ...] = (), stop_token_ids: tuple[int, ...] = ()
 ) -> SamplingParameters:
-    """The sampling parameters that the settings ask for."""
+    """The sampling parameters that the settings ask for; says once which of them change nothing."""
     from paceline.engine.request import SamplingParameters
+    from paceline.log import get_logger
 
-    return SamplingParameters(
+    sampling = SamplingParameters(
         max_tokens=run.max_tokens,
         temperature=run.temperature,
         top_k=run.top_k,
@@ -92,3 +105,14 @@ def sampling_of(
         stop_token_ids=stop_token_ids,
         ignore_eos=run.ignore_eos,
     )
+    sampled_only = {
+        "top_k": run.top_k != 0,
+        "top_p": run.top_p != 1.0,
+        "min_p": run.min_p != 0.0,
+        "seed": run.seed is not None,
+        "draft_sample_method": run.draft_sample_method == "probabilistic",
+    }
+    idle = [name for name, is_given in sampled_only.items() if is_given]
+    if sampling.is_greedy and idle:
+        get_logger(__name__).warning("temperature is 0: %s changes nothing", ", ".join(idle))
+    return sampling

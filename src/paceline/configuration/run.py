@@ -240,7 +240,7 @@ class ModelRun(Settings):
     raw: Flag = Field(False, description="take prompts as they are, without the chat template")
     ignore_eos: Flag = Field(False, description="go on past end-of-text tokens, up to max_tokens")
     max_model_len: Annotated[Count | None, OrNone] = Field(
-        None, description="largest context in tokens; unset takes the target's"
+        None, description="largest context in tokens; unset takes what the prompts and max_tokens need"
     )
     dtype: DtypeName = Field("auto", description="precision of the models; auto takes the device's best")
     device: DeviceName = Field("auto", description="auto, cpu, cuda or cuda:N")
@@ -267,10 +267,12 @@ class GenerateRun(ModelRun):
     stop: tuple[StopText, ...] = Field((), description="end the text before any of these strings")
     stop_token_ids: tuple[CountOrZero, ...] = Field((), description="end the text at any of these tokens")
     compare: Flag = Field(False, description="run plain decoding beside it and say whether the ids are identical")
-    trace: Flag | None = Field(
+    trace: Annotated[Flag | None, OrNone] = Field(
         None, description="show accepted, refused and bonus tokens; unset shows them on a terminal"
     )
-    trace_file: Path | None = Field(None, description="append a record of every step to this .jsonl file")
+    trace_file: Annotated[Path | None, OrNone] = Field(
+        None, description="append a record of every step to this .jsonl file"
+    )
 
     @model_validator(mode="after")
     def _comparing_needs_a_drafter(self) -> Self:

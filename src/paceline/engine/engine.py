@@ -381,6 +381,8 @@ class Engine:
             self._stop_drafting_beyond(request, request.num_cached)
             if step.is_bad and request.finish_reason is None:
                 self._retry_without_drafts(request)
+            elif step.is_bad:
+                request.has_bad_numbers = True  # it ended within its block, but the rows behind may hold anything
             deltas.append(self._passed_on(request, delta))
         return deltas
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,9 +50,9 @@ class SamplingParameters:
     def __post_init__(self) -> None:
         _require_integer("max_tokens", self.max_tokens, minimum=1)
         _require_integer("top_k", self.top_k, minimum=0)
-        _require_number("temperature", self.temperature, "a finite number >= 0", self.temperature >= 0)
-        _require_number("top_p", self.top_p, "in (0, 1]", 0 < self.top_p <= 1)
-        _require_number("min_p", self.min_p, "in [0, 1]", 0 <= self.min_p <= 1)
+        _require_number("temperature", self.temperature, "a finite number >= 0", lambda value: value >= 0)
+        _require_number("top_p", self.top_p, "in (0, 1]", lambda value: 0 < value <= 1)
+        _require_number("min_p", self.min_p, "in [0, 1]", lambda value: 0 <= value <= 1)
         if self.seed is not None:
             _require_integer("seed", self.seed, minimum=_SEED_RANGE[0])
             if self.seed > _SEED_RANGE[1]:
@@ -145,7 +145,7 @@ def _require_integer(name: str, value: object, *, minimum: int) -> None:
         raise RequestError(f"{name} is {value}; it has to be at least {minimum}")
 
 
-def _require_number(name: str, value: object, wanted: str, holds: bool) -> None:
+def _require_number(name: str, value: object, wanted: str, holds: Callable[[float], bool]) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(float(str(value))) or not holds:
+    if not is_number or not math.isfinite(float(str(value))) or not holds(float(str(value))):
         raise RequestError(f"{name} is {value!r}; it has to be {wanted}")

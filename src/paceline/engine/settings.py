@@ -18,7 +18,8 @@ class EngineSettings:
 
     Attributes:
         max_num_seqs: requests decoded at the same time.
-        max_model_len: tokens that prompt and output may hold together; None is the target's limit, at most 2048.
+        max_model_len: tokens that prompt and output may hold together; None is the target's limit, at most 2048, which
+            bounds the memory of the caches.
         num_draft_tokens: proposals per step; None is what the drafter was loaded for.
         draft_sample_method: None is the drafter's own.
         prefill_chunk_size: prompt tokens per target pass, and per step while others decode.

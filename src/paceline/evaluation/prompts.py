@@ -204,39 +204,15 @@ def _messages(rows: object, origin: Mapping[str, object]) -> tuple[Message, ...]
 
 def _from_token_file(path: Path, limit: int | None) -> list[Prompt]:
     """Prompts of the held-out conversations of a token file, in the file's order."""
-    import zipfile
+    from paceline.capture.token_file import read_token_file  # numpy; the other kinds of files need none
 
-    import numpy
-
-    origin = {"prompts": path}
-    try:
-        with path.open("rb") as stream, numpy.load(stream, allow_pickle=False) as arrays:
-            missing = [name for name in ("tokens", "prompt_len", "response_len") if name not in arrays]
-            if missing:
-                raise DataError(f"this token file lacks {', '.join(missing)}", origin=origin)
-            tokens, prompt_lengths, response_lengths = (
-                arrays["tokens"],
-                arrays["prompt_len"].astype(numpy.int64),
-                arrays["response_len"].astype(numpy.int64),
-            )
-    except FileNotFoundError:
-        raise DataError("this file of prompts does not exist", origin=origin) from None
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise DataError(f"this token file cannot be read: {error}", origin=origin) from error
-    ends = numpy.cumsum(prompt_lengths + response_lengths)
-    if len(prompt_lengths) != len(response_lengths) or not len(ends) or int(ends[-1]) != len(tokens):
+    file = read_token_file(path)
+    if len(file) <= NUM_HELD_OUT:
         raise DataError(
-            f"prompt_len and response_len add up to {int(ends[-1]) if len(ends) else 0} tokens, the file holds "
-            f"{len(tokens)}",
-            origin=origin,
+            f"{path} holds {len(file)} conversations; the last {NUM_HELD_OUT:,} of a token file count as held out, so "
+            "it cannot be told which of these were trained on",
+            hint="a larger file, or the held-out prompts as .jsonl",
         )
-    starts = ends - prompt_lengths - response_lengths
-    first = max(0, len(ends) - NUM_HELD_OUT)
-    chosen = range(first, len(ends) if limit is None else min(len(ends), first + limit))
-    return [
-        Prompt(
-            id=f"{path.stem}-{index}",
-            token_ids=tuple(tokens[starts[index] : starts[index] + prompt_lengths[index]].tolist()),
-        )
-        for index in chosen
-    ]
+    first = len(file) - NUM_HELD_OUT
+    chosen = range(first, len(file) if limit is None else min(len(file), first + limit))
+    return [Prompt(id=f"{path.stem}-{index}", token_ids=tuple(file.prompt_ids(index))) for index in chosen]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.checkpoint.compatibility import check_fit
 from paceline.checkpoint.contract import DrafterContract, TargetContract
@@ -97,6 +97,7 @@ def load_target(
         offline: never touch the network.
     Raises:
         CheckpointError: missing, damaged, incomplete or unsupported files.
+        ConfigError: a device or arithmetic that this machine does not have.
     """
     path = locate_target(name, offline=offline)
     contract = read_target_contract(path, name)
@@ -109,10 +110,23 @@ def load_target(
         dense_target_destinations(contract),
         ignored=dense_target_ignored(contract),
     )
-    mode: LinearMode = linear_mode if linear_mode != "auto" else ("packed" if where.type == "cpu" else "plain")
-    num_packed = set_linear_mode(model, mode)
-    _log.info("target %s: %s on %s, %d packed linears", contract.name, model.norm.weight.dtype, where, num_packed)
+    mode = _resolve_linear_mode(linear_mode, model.norm.weight)
+    set_linear_mode(model, mode)
+    _log.info("target %s: %s on %s, linear mode %s", contract.name, model.norm.weight.dtype, where, mode)
     return LoadedTarget(model, contract, open_tokenizer(path), mode)
+
+
+def _resolve_linear_mode(asked: LinearMode | Literal["auto"], weight: Tensor) -> LinearMode:
+    """The arithmetic that will really run: packed wherever it can be, unless something else was asked for."""
+    is_packable = can_pack(weight)
+    if asked == "auto":
+        return "packed" if is_packable else "plain"
+    if asked == "packed" and not is_packable:
+        raise ConfigError(
+            f"linear mode 'packed' was asked for; {weight.dtype} on {weight.device} has no packed product",
+            hint="--dtype bfloat16 on a CPU with bf16 instructions, or --linear-mode plain",
+        )
+    return asked
 
 
 def load_drafter(
@@ -134,10 +148,18 @@ def load_drafter(
     Raises:
         CheckpointError: missing, damaged, incomplete or unsupported files.
         CompatibilityError: it does not fit this target; says in what.
+        ConfigError: more draft tokens than it was trained to propose.
     """
     folder = locate_drafter(name, offline=offline)
     contract = read_drafter_contract(folder)
-    check_fit(contract, target.contract, num_draft_tokens=num_draft_tokens)
+    if num_draft_tokens is not None and not 1 <= num_draft_tokens <= contract.num_draft_tokens:
+        raise ConfigError(
+            f"{num_draft_tokens} draft tokens per step were asked for; the drafter was trained for 1 to "
+            f"{contract.num_draft_tokens}",
+            origin={"drafter": contract.origin},
+            hint=f"at most {contract.num_draft_tokens} draft tokens per step",
+        )
+    check_fit(contract, target.contract)
     require_taps(target.model, contract.aux_hidden_stream)
     weight = target.model.norm.weight
     drafter = empty_drafter(contract, weight.dtype, weight.device)

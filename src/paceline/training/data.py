@@ -154,31 +154,11 @@ def read_conversations(path: Path, *, vocab_size: int, encoder: ChatEncoder | No
 
 
 def _read_tokens(path: Path) -> Conversations:
-    try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            missing = {"tokens", "prompt_len", "response_len"} - set(arrays.files)
-            if missing:
-                raise DataError(f"{path} lacks the arrays {sorted(missing)}; it has {sorted(arrays.files)}")
-            tokens, prompts, responses = (arrays[name] for name in ("tokens", "prompt_len", "response_len"))
-    except DataError:
-        raise
-    except Exception as error:  # damage shows in whatever layer meets it: zip, deflate, array header, pickle
-        raise DataError(f"cannot read {path}: {error}", hint="a complete .npz file; was the copy cut short?") from error
-    for name, array in (("tokens", tokens), ("prompt_len", prompts), ("response_len", responses)):
-        if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise DataError(f"{path}: {name} is {array.dtype} of shape {array.shape}, expected one row of integers")
-    prompts, responses = prompts.astype(np.int64), responses.astype(np.int64)
-    if prompts.shape != responses.shape:
-        raise DataError(f"{path}: prompt_len has shape {prompts.shape}, response_len {responses.shape}")
-    if min(prompts.min(initial=0), responses.min(initial=0)) < 0:
-        raise DataError(f"{path}: prompt_len or response_len holds a negative length")
-    starts = np.concatenate([[0], np.cumsum(prompts + responses)])
-    if starts[-1] != tokens.size:
-        raise DataError(f"{path}: the lengths add up to {starts[-1]} tokens, the file holds {tokens.size}")
-    supervised = np.zeros(tokens.size, bool)
-    for start, prompt, end in zip(starts[:-1], prompts, starts[1:], strict=True):
+    file = read_token_file(path)
+    supervised = np.zeros(file.tokens.size, bool)
+    for start, prompt, end in zip(file.starts[:-1], file.prompt_lengths, file.starts[1:], strict=True):
         supervised[start + prompt : end] = True
-    return Conversations(tokens.astype(np.int64), supervised, starts.astype(np.int64))
+    return Conversations(file.tokens, supervised, file.starts)
 
 
 def _read_chats(path: Path, encoder: ChatEncoder) -> Conversations:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import logging
+import platform
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from paceline import __version__
 from paceline.checkpoint.contract import DrafterContract, TargetContract, TargetLayerId
 from paceline.checkpoint.dialects import default_target_layer_ids
 from paceline.checkpoint.export import split_fused, write_drafter_folder
@@ -80,7 +83,8 @@ def read_data(run: TrainRun, target: LoadedTarget) -> TrainingData:
         conversations = read_conversations(path, vocab_size=target.contract.vocab_size, encoder=encoder)
         learned, kept = split_held_out(conversations, run.data.hold_out)
         train.append(learned)
-        held_out[path.name] = kept
+        is_taken = path.name in held_out  # two folders may hold files of one name
+        held_out[str(path) if is_taken else path.name] = kept
     return TrainingData(join(train), held_out)
 
 
@@ -88,9 +92,15 @@ def drafter_contract(run: TrainRun, target: TargetContract) -> DrafterContract:
     """What the drafter of a run will promise; its heads and RoPE are the target's.
 
     Raises:
-        ConfigError: a tap or the mask id does not exist in this target.
+        ConfigError: a tap, the mask id or a position does not exist in this target.
     """
     asked = run.drafter
+    if run.data.max_length > target.max_position_embeddings:
+        raise ConfigError(
+            f"data.max_length is {run.data.max_length}; the target has {target.max_position_embeddings} positions",
+            origin={"target": target.origin},
+            hint=f"data.max_length={target.max_position_embeddings}",
+        )
     layers = asked.target_layer_ids or default_target_layer_ids(target.num_layers, asked.num_taps)
     if layers[-1] >= target.num_layers - 1:
         raise ConfigError(
@@ -105,7 +115,7 @@ def drafter_contract(run: TrainRun, target: TargetContract) -> DrafterContract:
     return DrafterContract(
         family="dflash",
         origin=str(run.output),
-        target_name=target.name,
+        target_name=_portable(target.name),
         target_num_layers=target.num_layers,
         target_hidden_size=target.hidden_size,
         target_vocab_size=target.vocab_size,
@@ -136,6 +146,11 @@ def drafter_contract(run: TrainRun, target: TargetContract) -> DrafterContract:
         draft_sample_method=asked.draft_sample_method,
         dtype="bfloat16",
     )
+
+
+def _portable(name: str) -> str:
+    """A target's name as another machine may read it: an alias or hub name as typed, of a path the last part."""
+    return Path(name).name if Path(name).exists() else name
 
 
 def train(run: TrainRun, target: LoadedTarget, *, resume: bool = False) -> Outcome:
@@ -276,7 +291,9 @@ class _Run:
 
     def _evaluate(self, step: int) -> dict[str, object]:
         """Simulated acceptance on held-out conversations, file by file."""
-        wanted = self.run.evaluate.num_conversations // max(len(self.data.held_out), 1)
+        wanted = self.run.evaluate.num_conversations
+        if wanted:
+            wanted = max(1, wanted // len(self.data.held_out))
         row: dict[str, object] = {"kind": "evaluate", "step": step}
         for name, conversations in self.data.held_out.items():
             chosen = conversations.select(range(min(wanted, len(conversations))))
@@ -322,14 +339,23 @@ class _Run:
             self.contract,
             split_fused(exported.checkpoint_parameters(), drafter_destinations(self.contract)),
             record_fingerprint(self.target.model, exported, probe),
-            {"step": step, **self._identity()},
+            {"step": step, **self._identity(), "data.files": self._file_hashes(), "versions": _versions()},
         )
         return folder
+
+    def _file_hashes(self) -> dict[str, str]:
+        """SHA-256 of every data file, by name."""
+        hashes = {}
+        for path in self.run.data.files:
+            with path.open("rb") as file:
+                hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+        return hashes
 
     def _identity(self) -> dict[str, object]:
         """What makes two attempts the same run: settings that change the numbers, data, target."""
         settings = self.run.model_dump(mode="json", exclude={"output", "device", "evaluate", "checkpoint"})
         settings["data"].pop("files")
+        settings["target"].pop("name")  # the weights below say which it is, wherever it lies
         sections = {section: values for section, values in settings.items() if isinstance(values, dict)}
         flat = {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
         digest = hashlib.sha256()
@@ -352,6 +378,13 @@ class _Run:
             origin={"token ids": dump, "run": self.run.output},
             hint="a smaller optimizer.learning_rate and another output folder",
         )
+
+
+def _versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in ("torch", "numpy")} | {
+        "paceline": __version__,
+        "python": platform.python_version(),
+    }
 
 
 class _Meter:

@@ -71,6 +71,7 @@ def draft_blocks(drafter: DFlashDrafter, taps: Sequence[Tensor], block_embedding
     B, A, Q = blocks.positions_BAQ.shape
     S = taps[0].shape[1]
     contract = drafter.contract
+    assert contract.output_multiplier == 1.0 and not contract.final_logit_softcapping, "the loss takes raw head logits"
     features = drafter.backbone.context_features(taps)
     context = drafter.backbone.context_kv(features, torch.arange(S, device=features.device).expand(B, S))
     kinds = list(zip(contract.layer_windows, contract.layer_causal, strict=True))

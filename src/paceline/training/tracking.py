@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -28,8 +31,16 @@ class MetricsFile:
         Raises:
             CapacityError: the disk is full.
         """
-        with disk_full_as_capacity_error(self._path), self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, allow_nan=False) + "\n")
+        line = (json.dumps(row, allow_nan=False) + "\n").encode()
+        with disk_full_as_capacity_error(self._path), self._path.open("ab", buffering=0) as file:
+            whole = file.tell()
+            try:
+                if file.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except BaseException:
+                with contextlib.suppress(OSError):  # a device cannot be cut back
+                    file.truncate(whole)
+                raise
 
 
 def _rows_up_to(path: Path, step: int) -> list[str]:

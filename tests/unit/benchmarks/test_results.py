@@ -29,7 +29,7 @@ from benchmarks.results import (
         ("~/sets/a.jsonl", "a.jsonl"),
         ("a=~somebody/a.jsonl", "a=a.jsonl"),
         ("prompts/first.jsonl", "prompts/first.jsonl"),
-        ("a=../data/a.jsonl", "a=../data/a.jsonl"),
+        ("a=../data/a.jsonl", "a=a.jsonl"),
         ("--seed=3", "--seed=3"),
     ],
 )
