@@ -97,7 +97,9 @@ def _vocabulary_misfits(drafter: DrafterContract, target: TargetContract) -> lis
 def _block_misfits(drafter: DrafterContract, num_draft_tokens: int | None) -> list[str]:
     misfits = []
     if drafter.layout != "fill_in":
-        misfits.append(f"the drafter's block layout is {drafter.layout!r}; family {drafter.family!r} has 'fill_in' only")
+        misfits.append(
+            f"the drafter's block layout is {drafter.layout!r}; family {drafter.family!r} has 'fill_in' only"
+        )
     if num_draft_tokens is not None and not 1 <= num_draft_tokens <= drafter.num_draft_tokens:
         misfits.append(
             f"{num_draft_tokens} draft tokens per step were asked for; the drafter was trained for 1 to "

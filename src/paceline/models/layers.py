@@ -5,7 +5,7 @@ B requests, T tokens, D width, N query heads, M key/value heads, H head size, I 
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as functional
@@ -31,7 +31,26 @@ class Attend(Protocol):
         ...
 
 
-class Linear(nn.Module):
+class Block(nn.Module):
+    """A part that nobody hooks: a call goes straight to `forward`, and submodules are found as plain attributes.
+
+    A decode step on a CPU makes some 250 such calls. Whole decoder layers stay ordinary modules, for whoever shards or
+    wraps them.
+    """
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Run `forward`."""
+        return self.forward(*arguments, **options)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if isinstance(value, nn.Module):
+            self.__dict__[name] = value
+        elif name in self._modules:
+            self.__dict__.pop(name, None)  # replaced by nothing, or by something plain
+
+
+class Linear(Block):
     """x @ W^T + b; `set_linear_mode` chooses the arithmetic (see `ops/linear.py`)."""
 
     def __init__(self, in_size: int, out_size: int, *, bias: bool = False) -> None:
@@ -63,7 +82,7 @@ def set_linear_mode(model: nn.Module, mode: LinearMode) -> int:
     return sum(layer._packed is not None for layer in layers)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Block):
     """Root-mean-square norm with a learned gain."""
 
     def __init__(self, size: int, eps: float) -> None:
@@ -76,7 +95,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, eps=self.eps)
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(Block):
     """Grouped-query attention with fused q/k/v projection and optional per-head q/k norms."""
 
     def __init__(
@@ -124,7 +143,7 @@ class SelfAttention(nn.Module):
         return turn_heads(k, rows, is_neox_style=is_neox_style), v
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Block):
     """down(silu(gate x) * up x) with fused gate and up projections."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:

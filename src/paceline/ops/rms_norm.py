@@ -23,5 +23,7 @@ def rms_norm(x: Tensor, weight_D: Tensor, *, eps: float) -> Tensor:
     Returns:
         [..., D] in x's dtype. torch's fused operation keeps the statistics in float32 for 16-bit inputs.
     """
-    # The last cast matters under autocast, which may return float32 from a norm and so widen the whole residual stream.
-    return functional.rms_norm(x, (x.shape[-1],), weight_D.to(x.dtype), eps).to(x.dtype)
+    weight = weight_D if weight_D.dtype == x.dtype else weight_D.to(x.dtype)
+    y = functional.rms_norm(x, weight.shape, weight, eps)
+    # Autocast may return float32 from a norm and so widen the whole residual stream.
+    return y if y.dtype == x.dtype else y.to(x.dtype)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.capture.token_file import read_token_file
 from paceline.errors import DataError, RequestError
 
 _BUCKET = 64  # row lengths are rounded up to this, which bounds the number of tensor shapes

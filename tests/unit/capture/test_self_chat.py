@@ -13,13 +13,8 @@ import pytest
 from tests.fakes import ByteTokenizer
 from tests.tiny import tiny_target, wrap_target
 
-from paceline.capture.self_chat import (
-    Conversation,
-    SelfChatSettings,
-    generate_self_chat,
-    template_around_user,
-    write_token_file,
-)
+from paceline.capture.self_chat import SelfChatSettings, generate_self_chat, template_around_user
+from paceline.capture.token_file import Conversation, write_token_file
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.request import SamplingParameters
 from paceline.errors import CapacityError, CompatibilityError, RequestError

@@ -60,7 +60,12 @@ def test_proposals_outside_what_was_trained(
 ) -> None:
     with pytest.raises(CompatibilityError, match=rf"{num_draft_tokens} draft tokens .* 1 to 7"):
         check_fit(make_drafter(), make_target(), num_draft_tokens=num_draft_tokens)
-    check_fit(make_drafter(layout="anchor_sampling"), make_target(), num_draft_tokens=8 if num_draft_tokens == 8 else 1)
+    check_fit(make_drafter(), make_target(), num_draft_tokens=1)
+
+
+def test_a_layout_that_no_family_drafts(make_drafter: MakeDrafter, make_target: MakeTarget) -> None:
+    with pytest.raises(CompatibilityError, match=r"'anchor_sampling'.*'fill_in' only"):
+        check_fit(make_drafter(layout="anchor_sampling"), make_target())
 
 
 def test_everything_is_listed_at_once(make_drafter: MakeDrafter, make_target: MakeTarget) -> None:

@@ -48,6 +48,7 @@ class FakeEngine:
     has_drafter: bool = True
     interrupt_after: int | None = None
     last_reason: str = "stop"
+    max_model_len: int = 2048
     running: dict[str, _Running] = field(default_factory=dict)
     results: dict[str, Any] = field(default_factory=dict)
     num_steps: int = 0
@@ -127,6 +128,8 @@ class FakeEngine:
 
 def fake_models(*, has_drafter: bool = True) -> Any:
     """What `load_models` returns, with nothing behind it."""
-    target = SimpleNamespace(tokenizer=FakeTokenizer(), contract=SimpleNamespace(name="t", origin="t"))
+    target = SimpleNamespace(
+        tokenizer=FakeTokenizer(), contract=SimpleNamespace(name="t", origin="t", vocab_size=1 << 17)
+    )
     drafter = SimpleNamespace(contract=SimpleNamespace(origin="d", aux_hidden_stream="prefix")) if has_drafter else None
     return SimpleNamespace(target=target, drafter=drafter)

@@ -21,7 +21,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> dict[bool, FakeEngine]:
     """Engines by whether they have a drafter, in place of the real ones."""
     made = {True: FakeEngine(), False: FakeEngine(has_drafter=False)}
 
-    def make(run_settings: Any, models: Any, *, with_drafter: bool = True, max_num_seqs: int = 1) -> FakeEngine:
+    def make(run_settings: Any, models: Any, *, with_drafter: bool = True, **sizes: int) -> FakeEngine:
         return made[with_drafter and models.drafter is not None]
 
     monkeypatch.setattr(running, "make_engine", make)
@@ -73,6 +73,32 @@ def test_sampled_ids_may_differ(engines: dict[bool, FakeEngine], capsys: pytest.
     engines[False].answer = ANSWER.replace("wide", "wild")
     assert run([*WITH_DRAFTER, "--compare", "--temperature", "0.5", "--seed", "1"]) == 0
     assert "identical: not expected at temperature 0.5" in capsys.readouterr().err
+
+
+def test_every_prompt_draws_with_a_seed_of_its_own(
+    engines: dict[bool, FakeEngine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = ["generate", "m", "--prompt", "a", "--prompt", "b", "--temperature", "1", "--json"]
+    assert run([*prompts, "--seed", "5"]) == 0
+    assert engines[False].seeds == [5, 6]
+    assert [row["seed"] for row in json.loads(capsys.readouterr().out)["results"]] == [5, 6]
+    assert run(prompts) == 0  # unseeded: drawn once, and reported, so that it can be asked for again
+    drawn = [row["seed"] for row in json.loads(capsys.readouterr().out)["results"]]
+    assert drawn == engines[False].seeds[2:] and drawn[1] == drawn[0] + 1
+
+
+def test_settings_that_change_nothing_are_named(
+    engines: dict[bool, FakeEngine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*PLAIN, "--top-p", "0.9", "--seed", "1"]) == 0
+    assert "temperature is 0: top_p, seed changes nothing" in capsys.readouterr().err
+
+
+def test_a_prompt_too_long_costs_no_other_answer(
+    engines: dict[bool, FakeEngine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*PLAIN, "--prompt", "x" * 3000]) == 2
+    assert capsys.readouterr().out == ""
 
 
 def test_json_is_one_object(engines: dict[bool, FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,14 +106,22 @@ def test_a_token_file_gives_its_held_out_end(tmp_path: Path) -> None:
 
 
 def test_damaged_token_files(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="lacks response_len"):
+    with pytest.raises(DataError, match=r"lacks the arrays \['response_len'\]"):
         read_prompts(_token_file(tmp_path / "a.npz", 3, response_len=None))
     with pytest.raises(DataError, match="add up to 15 tokens, the file holds 14"):
         read_prompts(_token_file(tmp_path / "b.npz", 3, tokens=numpy.arange(14)))
     whole = _token_file(tmp_path / "c.npz", 3).read_bytes()
     (tmp_path / "d.npz").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="cannot read"):
         read_prompts(tmp_path / "d.npz")
+    (tmp_path / "e.npz").write_bytes(b"")
+    with pytest.raises(DataError, match="cannot read"):
+        read_prompts(tmp_path / "e.npz")
+
+
+def test_a_token_file_without_anything_but_a_held_out_end(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds 1024 conversations"):
+        read_prompts(_token_file(tmp_path / "data.npz", 1024))
 
 
 class _Tokenizer:

@@ -246,14 +246,14 @@ def test_a_layout_that_this_family_does_not_draft_is_refused(tmp_path: Path, tar
     config = json.loads((folder / "config.json").read_text())
     config["dflash_config"]["sample_from_anchor"] = True
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"'anchor_sampling'.*'fill_in'") as caught:
+    with pytest.raises(CompatibilityError, match=r"'anchor_sampling'.*'fill_in'") as caught:
         load_drafter(str(folder), target)
     assert str(folder) in caught.value.origin["drafter"]
 
 
 def test_too_many_draft_tokens_are_refused(tmp_path: Path, target: LoadedTarget) -> None:
     folder = write_drafter(tmp_path / "d", target)
-    with pytest.raises(CompatibilityError, match="8 draft tokens per step were asked for"):
+    with pytest.raises(ConfigError, match="8 draft tokens per step were asked for"):
         load_drafter(str(folder), target, num_draft_tokens=8)
 
 
