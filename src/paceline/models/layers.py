@@ -120,15 +120,13 @@ class SelfAttention(Block):
     def forward(self, x_BTD: Tensor, rows: RotaryRows, attend: Attend, layer: int, *, is_neox_style: bool) -> Tensor:
         """Project, turn by position, attend, project back; x and the result are [B, T, D]."""
         qkv = self.qkv_proj(x_BTD).unflatten(-1, (-1, self.head_size))
-        v = qkv[..., self.num_heads + self.num_kv_heads :, :]
+        qk, v = qkv.split_with_sizes((self.num_heads + self.num_kv_heads, self.num_kv_heads), -2)
         if self.q_norm is not None and self.k_norm is not None:
-            q = self.q_norm(qkv[..., : self.num_heads, :])
-            k = self.k_norm(qkv[..., self.num_heads : self.num_heads + self.num_kv_heads, :])
-            qk = torch.cat((q, k), dim=-2)
-        else:
-            qk = qkv[..., : self.num_heads + self.num_kv_heads, :]
-        qk = turn_heads(qk, rows, is_neox_style=is_neox_style)
-        mixed = attend(layer, qk[..., : self.num_heads, :], qk[..., self.num_heads :, :], v)
+            q, k = qk.split_with_sizes((self.num_heads, self.num_kv_heads), -2)
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=-2)
+        turned = turn_heads(qk, rows, is_neox_style=is_neox_style)
+        q, k = turned.split_with_sizes((self.num_heads, self.num_kv_heads), -2)
+        mixed = attend(layer, q, k, v)
         projected: Tensor = self.o_proj(mixed.flatten(-2))
         return projected
 
