@@ -53,7 +53,9 @@ class DrafterSettings(Settings):
     num_taps: Count = Field(5, le=32, description="number of tapped target layers")
     block_size: Count = Field(8, ge=2, le=64, description="rows of one drafter pass, anchor included")
     tap_norm: Flag = Field(True, description="whether each tap has its own RMSNorm before the projection")
-    mask_token_id: CountOrZero = Field(description="token id that fills the rows after the anchor")
+    mask_token_id: CountOrZero = Field(
+        description="token id that fills the rows after the anchor: one that no text holds, such as an unused row"
+    )
     draft_sample_method: DraftSampleMethod = Field(
         "greedy", description="how a served drafter picks its proposals unless told otherwise"
     )
