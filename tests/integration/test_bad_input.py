@@ -194,7 +194,7 @@ def test_a_prompt_longer_than_the_context(refused: Callable[..., str], world: Wo
 
 
 def test_too_many_draft_tokens(refused: Callable[..., str], world: World) -> None:
-    said = refused(1, "generate", world.target, "-p", "w5", "--draft-model", world.drafter, "--spec-tokens", "9")
+    said = refused(2, "generate", world.target, "-p", "w5", "--draft-model", world.drafter, "--spec-tokens", "9")
     assert "9 draft tokens per step were asked for" in said and "try: at most 7" in said
 
 

@@ -24,7 +24,8 @@ def rms_norm(x: Tensor, weight_D: Tensor, *, eps: float) -> Tensor:
         [..., D] in x's dtype. torch's fused operation keeps the statistics in float32 for 16-bit inputs.
     """
     weight = weight_D if weight_D.dtype == x.dtype else weight_D.to(x.dtype)
-    if x.device.type == "cpu" and not torch.is_grad_enabled():
+    needs_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if x.device.type == "cpu" and not needs_gradient:
         return _by_layer_norm(x, weight, eps)
     y = functional.rms_norm(x, weight.shape, weight, eps)
     # Autocast may return float32 from a norm and so widen the whole residual stream.

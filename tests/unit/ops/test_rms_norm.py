@@ -61,3 +61,19 @@ def test_a_rows_bits_do_not_depend_on_other_rows(width: int) -> None:
     whole = rms_norm(x, weight, eps=1e-5)
     for row in (0, 1, 15, 32):
         assert torch.equal(rms_norm(x[row : row + 1], weight, eps=1e-5)[0], whole[row])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_a_gradient_the_layer_norm_form_is_the_same_function(dtype: torch.dtype) -> None:
+    """On a CPU, rows that need no gradient go through layer norm of (x, -x); a large outlier is the hard case."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 576, generator=generator) * torch.tensor([1e-4, 1.0, 30.0, 1e3, 1.0])[:, None]
+    x[4, 7] = 25_000.0
+    x = x.to(dtype)
+    gain = (torch.rand(576, generator=generator) + 0.5).to(dtype)
+    wanted = slow_rms_norm(x, gain, 1e-5)
+    found = rms_norm(x, gain, eps=1e-5)
+    bound = 1e-5 if dtype == torch.float32 else 1e-2
+    assert float((found.double() - wanted).abs().max() / wanted.abs().max()) < bound
+    traced = rms_norm(x, gain.clone().requires_grad_(True), eps=1e-5)  # the form that training differentiates
+    assert float((found.double() - traced.double()).abs().max() / wanted.abs().max()) < bound
