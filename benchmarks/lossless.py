@@ -133,7 +133,7 @@ def untrained_like(trained: LoadedDrafter, target: LoadedTarget, *, seed: int) -
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
             parameter.copy_(random.get_parameter(name))
-    drafter.backbone.prepare_for_serving(target.linear_mode)
+    drafter.prepare_for_serving(target.linear_mode)
     return LoadedDrafter(drafter, trained.contract, trained.num_draft_tokens)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,8 +17,8 @@ from paceline.checkpoint.contract import DrafterContract, DraftSampleMethod, Rop
 from paceline.engine.canary import ReplayProposer
 from paceline.engine.proposal import Rows
 from paceline.engine.slots import SlotState
-from paceline.models.drafters.dflash import MAX_CANDIDATES, DFlashDrafter
-from paceline.models.drafters.proposal import Proposal
+from paceline.models.drafters.dflash import DFlashDrafter
+from paceline.models.drafters.proposal import MAX_CANDIDATES, DraftSampling, Proposal
 from paceline.models.layers import set_linear_mode
 from paceline.models.loading import LoadedTarget
 from paceline.models.targets.dense import DenseTarget
@@ -104,6 +105,22 @@ def scripted_target(script: Sequence[int], *, vocab_size: int, **options: object
     return table_target(table, **options)  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
+class Lending:
+    """The two ends of a target: embedding rows and an output head, each [V, D]."""
+
+    embedding_VD: Tensor
+    head_VD: Tensor
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Rows of the table."""
+        return self.embedding_VD[token_ids]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of every id."""
+        return hidden @ self.head_VD.T
+
+
 class TableProposer:
     """Drafts every position of a block from one table, given the anchor; drawn and reported as DFlash drafters do.
 
@@ -138,12 +155,14 @@ class TableProposer:
     def propose(self, rows: Rows, state: SlotState, *, all_greedy: bool) -> Proposal:
         """Draw K drafts per request."""
         settings = state.sampling_rows(rows.slots_B)
-        proposal = self._drafter.propose(
-            self._logits_VKV[state.anchors[rows.slots_B].clamp(min=0)],
+        anchors_B = state.anchors[rows.slots_B].clamp(min=0)
+        sampling = DraftSampling(
             method="greedy" if all_greedy else self._method,
             temperature_B=settings.temperature_B,
             seed_B=settings.seed_B,
             position_B=state.lengths[rows.slots_B],
             step_B=state.steps[rows.slots_B],
         )
+        logits_BKV = self._logits_VKV[anchors_B]
+        proposal = self._drafter.propose(logits_BKV[..., :0], logits_BKV, anchors_B, sampling)
         return self._corrupt(proposal) if self._corrupt is not None else proposal

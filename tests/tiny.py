@@ -13,8 +13,9 @@ import torch
 from tests.fakes import ByteTokenizer
 from torch import nn
 
-from paceline.checkpoint.contract import DrafterContract, RopeSettings, TargetContract, TargetLayerId
-from paceline.models.drafters.dflash import DFlashDrafter
+from paceline.checkpoint.contract import DrafterContract, MarkovSettings, RopeSettings, TargetContract, TargetLayerId
+from paceline.models.drafters.block_drafter import BlockDrafter
+from paceline.models.drafters.table import BLOCK_DRAFTERS
 from paceline.models.layers import LinearMode, set_linear_mode
 from paceline.models.loading import LoadedDrafter, LoadedTarget
 from paceline.models.targets.dense import DenseTarget
@@ -22,6 +23,9 @@ from paceline.models.targets.dense import DenseTarget
 Family = Literal["llama", "qwen3"]
 VOCAB_SIZE = 512
 EOS_ID = 2
+PARTS_OF_FAMILY: dict[str, dict[str, Any]] = {
+    "dspark": {"layout": "anchor_sampling", "markov": MarkovSettings(rank=8, kind="vanilla")},
+}
 
 
 def tiny_target_contract(family: Family = "llama", **changes: Any) -> TargetContract:
@@ -93,17 +97,22 @@ def tiny_drafter_contract(target: TargetContract, **changes: Any) -> DrafterCont
         "draft_sample_method": "greedy",
         "dtype": "float32",
     }
-    fields |= changes
+    fields |= PARTS_OF_FAMILY.get(changes.get("family", "dflash"), {}) | changes
     num_layers = fields["num_layers"]
     fields.setdefault("layer_windows", (None,) * num_layers)
     fields.setdefault("layer_causal", (False,) * num_layers)
     return DrafterContract(**fields)
 
 
-def tiny_drafter(target: TargetContract, seed: int = 0, **changes: Any) -> DFlashDrafter:
+def tiny_drafter(target: TargetContract, seed: int = 0, **changes: Any) -> BlockDrafter:
     """A random drafter for a target; its acceptance is next to nothing."""
-    drafter = DFlashDrafter(tiny_drafter_contract(target, **changes))
+    contract = tiny_drafter_contract(target, **changes)
+    drafter = BLOCK_DRAFTERS[contract.family](contract)
     _fill(drafter, seed + 1_000)
+    if contract.has_vocabulary_map:
+        generator = torch.Generator().manual_seed(seed)
+        kept = torch.randperm(target.vocab_size, generator=generator)[: contract.draft_vocab_size]
+        drafter.vocabulary.target_ids_V = kept.sort().values
     return drafter.requires_grad_(False).eval()
 
 
@@ -141,11 +150,11 @@ def wrap_target(target: DenseTarget, linear_mode: LinearMode = "row_invariant", 
 
 
 def wrap_drafter(
-    drafter: DFlashDrafter, linear_mode: LinearMode = "row_invariant", num_draft_tokens: int | None = None
+    drafter: BlockDrafter, linear_mode: LinearMode = "row_invariant", num_draft_tokens: int | None = None
 ) -> LoadedDrafter:
     """Prepare a drafter for serving."""
     drafter.backbone.position_table = drafter.backbone.position_table.float()
-    drafter.backbone.prepare_for_serving(linear_mode)
+    drafter.prepare_for_serving(linear_mode)
     return LoadedDrafter(drafter, drafter.contract, num_draft_tokens or drafter.contract.num_draft_tokens)
 
 

@@ -15,8 +15,11 @@ from typing import Literal, NewType
 TargetLayerId = NewType("TargetLayerId", int)
 CaptureId = NewType("CaptureId", int)
 
-DrafterFamily = Literal["dflash"]
-BlockLayout = Literal["fill_in", "anchor_sampling"]
+DrafterFamily = Literal["dflash", "dflash2", "dspark", "eagle3"]
+# fill_in: row 0 is the anchor, row k predicts its own position; anchor_sampling: row k predicts the position after it;
+# autoregressive: one row per pass, as in EAGLE-3
+BlockLayout = Literal["fill_in", "anchor_sampling", "autoregressive"]
+MarkovKind = Literal["vanilla", "gated", "rnn"]
 AuxHiddenStream = Literal["prefix", "attn_res"]
 DraftSampleMethod = Literal["greedy", "probabilistic"]
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
@@ -77,8 +80,68 @@ class TargetContract:
 
 
 @dataclass(frozen=True)
+class ConvolutionSettings:
+    """DFlash2's convolution around attention and MLP: rows look back inside their own block."""
+
+    num_taps: int  # rows that an output row reads, itself included (`conv_kernel_size`)
+    group_size: int  # channels that share one dynamic coefficient
+
+
+@dataclass(frozen=True)
+class SelectorSettings:
+    """DFlash2's candidate selector: learned scores between neighbouring candidates."""
+
+    rank: int  # width of both codebooks
+    top_k: int  # candidates per position
+
+
+@dataclass(frozen=True)
+class MarkovSettings:
+    """DSpark's bias on the next row's logits from the token that was just drawn; no settings at all for rank 0."""
+
+    rank: int
+    kind: MarkovKind
+
+
+@dataclass(frozen=True)
+class ConfidenceSettings:
+    """DSpark's estimate of each row's acceptance."""
+
+    with_markov: bool  # whether it also reads the previous token's Markov embedding
+
+
+@dataclass(frozen=True)
+class LatentAttentionSettings:
+    """Multi-head latent attention of a drafter (K3): the context keeps one latent row per position."""
+
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_size: int
+    qk_rope_head_size: int
+    v_head_size: int
+
+    @property
+    def latent_size(self) -> int:
+        """Width of a cached row: the normed latent and the turned positional key."""
+        return self.kv_lora_rank + self.qk_rope_head_size
+
+
+@dataclass(frozen=True)
+class Eagle3Settings:
+    """EAGLE-3's switches; writers disagree on their defaults, so all are explicit here."""
+
+    norm_before_residual: bool  # layer 0's residual is the normed hidden state
+    norm_before_fc: bool  # one norm over the concatenated taps (`input_norm.weight`)
+    norm_output: bool  # the state fed to the next draft step is the one after the final norm
+    doubles_every_layer: bool  # every layer reads [embedding, hidden], not only the first (DeepSpec)
+
+
+@dataclass(frozen=True)
 class DrafterContract:
-    """All that a drafter was trained on. A drafter is served exactly as this says, or refused."""
+    """All that a drafter was trained on. A drafter is served exactly as this says, or refused.
+
+    The fields below `dtype` belong to some families only; None or False means the part does not exist.
+    """
 
     family: DrafterFamily
     origin: str
@@ -118,11 +181,48 @@ class DrafterContract:
     # proposal
     draft_sample_method: DraftSampleMethod
     dtype: str
+    # parts of some families
+    convolution: ConvolutionSettings | None = None  # dflash2
+    selector: SelectorSettings | None = None  # dflash2
+    markov: MarkovSettings | None = None  # dspark
+    confidence: ConfidenceSettings | None = None  # dspark
+    draft_top_k: int | None = None  # dspark: the Markov bias reorders only the best k base logits, the rest is -inf
+    latent: LatentAttentionSettings | None = None  # K3: replaces num_kv_heads and head_size
+    eagle3: Eagle3Settings | None = None
+    # parts of the shared network that few drafters have
+    has_qk_norm: bool = True  # EAGLE-3 of the Llama flavour has none
+    has_attention_sink: bool = False  # one learned logit per head and layer in the softmax's denominator
+    attention_value_scale: float = 1.0
+    # what the folder brings along; the target lends what it does not
+    has_own_embedding: bool = False
+    has_own_head: bool = False
+    has_mask_embedding: bool = False  # `mask_embedding.pt` replaces the embedding row of the mask token
+    quantization: str | None = None  # scheme of the stored weights, for the record; they are dequantised as read
 
     @property
     def num_draft_tokens(self) -> int:
         """Proposals per step at full block size."""
-        return self.block_size - 1 if self.layout == "fill_in" else self.block_size
+        return self.block_size if self.layout == "anchor_sampling" else self.block_size - 1
+
+    @property
+    def first_predicted_row(self) -> int:
+        """The first row of a block whose output is sampled: the anchor's own row predicts in anchor_sampling only."""
+        return 0 if self.layout == "anchor_sampling" else 1
+
+    @property
+    def has_vocabulary_map(self) -> bool:
+        """Whether draft ids are not target ids, so that a `d2t` table is part of the weights."""
+        return self.draft_vocab_size != self.target_vocab_size
+
+    @property
+    def has_full_attention_only(self) -> bool:
+        """Whether no layer has a window and none is causal."""
+        return not any(self.layer_causal) and all(window is None for window in self.layer_windows)
+
+    @property
+    def rotary_size(self) -> int:
+        """Channels that a position turns: a whole head, or the positional part of a latent row."""
+        return self.latent.qk_rope_head_size if self.latent is not None else self.head_size
 
     @property
     def num_taps(self) -> int:

@@ -4,7 +4,8 @@ Modules keep q, k, v in one `qkv_proj` and gate, up in one `gate_up_proj`; files
 family says both sides and the shape, so that loading, exporting and checking cannot drift from each other. Names are
 built whole, never by replacing substrings: `up_proj` also occurs inside names of other families.
 
-Sources: Hugging Face Llama and Qwen3 checkpoints; the z-lab DFlash layout (no `model.` prefix, no embedding, no head).
+Drafter names here are those of the z-lab layout (no `model.` prefix); other layouts are renamed as they are read
+(`dialects/`). Sources: Hugging Face Llama and Qwen3 checkpoints; z-lab, DeepSpec and K3 drafters.
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from paceline.checkpoint.contract import DrafterContract, TargetContract
+from paceline.checkpoint.contract import (
+    DrafterContract,
+    Eagle3Settings,
+    LatentAttentionSettings,
+    TargetContract,
+)
 from paceline.checkpoint.weights import Destination
 
 
@@ -136,30 +142,29 @@ def dense_target_ignored(contract: TargetContract) -> set[str]:
 
 
 def drafter_slots(contract: DrafterContract) -> list[Slot]:
-    """Every tensor of a DFlash drafter in the z-lab layout, in file order.
+    """Every floating-point tensor of a drafter, in file order.
 
     Args:
-        contract: the drafter; `has_tap_norm` asks for one `fc_norm.{t}.weight` per tap.
+        contract: the drafter; its optional parts ask for tensors of their own.
     Returns:
-        One slot per checkpoint tensor that must exist. Embedding and output head come from the target.
+        One slot per checkpoint tensor that must exist. The vocabulary tables `d2t` and `t2d` hold no parameters and are
+        not among them; embedding and output head are only where the drafter brings its own.
     """
-    sizes = _DecoderShape(
-        hidden_size=contract.hidden_size,
-        intermediate_size=contract.intermediate_size,
-        num_heads=contract.num_heads,
-        num_kv_heads=contract.num_kv_heads,
-        head_size=contract.head_size,
-        has_qk_norm=True,
-        attention_bias=contract.attention_bias,
-        mlp_bias=False,
-    )
     slots = [_whole("fc.weight", contract.hidden_size, contract.num_taps * contract.target_hidden_size)]
     if contract.has_tap_norm:
         slots.extend(_whole(f"fc_norm.{tap}.weight", contract.target_hidden_size) for tap in range(contract.num_taps))
-    slots.append(_whole("hidden_norm.weight", contract.hidden_size))
-    for layer in range(contract.num_layers):
-        slots.extend(_decoder_layer(layer, sizes))
+    if contract.eagle3 is not None:
+        slots.extend(_eagle3_body(contract, contract.eagle3))
+    else:
+        slots.append(_whole("hidden_norm.weight", contract.hidden_size))
+        for layer in range(contract.num_layers):
+            slots.extend(_drafter_layer(layer, contract))
     slots.append(_whole("norm.weight", contract.hidden_size))
+    slots.extend(_proposal_heads(contract))
+    if contract.has_own_embedding:
+        slots.append(_whole("embed_tokens.weight", contract.vocab_size, contract.hidden_size))
+    if contract.has_own_head:
+        slots.append(_whole("lm_head.weight", contract.draft_vocab_size, contract.hidden_size))
     return slots
 
 
@@ -172,3 +177,86 @@ def drafter_destinations(contract: DrafterContract) -> dict[str, Destination]:
         One entry per tensor that the checkpoint must hold.
     """
     return {slot.name: slot.destination for slot in drafter_slots(contract)}
+
+
+def _decoder_shape(contract: DrafterContract) -> _DecoderShape:
+    return _DecoderShape(
+        hidden_size=contract.hidden_size,
+        intermediate_size=contract.intermediate_size,
+        num_heads=contract.num_heads,
+        num_kv_heads=contract.num_kv_heads,
+        head_size=contract.head_size,
+        has_qk_norm=contract.has_qk_norm,
+        attention_bias=contract.attention_bias,
+        mlp_bias=False,
+    )
+
+
+def _drafter_layer(layer: int, contract: DrafterContract) -> Iterator[Slot]:
+    prefix = f"layers.{layer}"
+    body = list(_decoder_layer(layer, _decoder_shape(contract)))
+    if contract.latent is not None:
+        own = f"{prefix}.self_attn."
+        body = [slot for slot in body if not slot.name.startswith(own)]
+        body[1:1] = _latent_attention(f"{prefix}.self_attn", contract, contract.latent)
+    yield from body
+    if contract.has_attention_sink:
+        yield _whole(f"{prefix}.self_attn.attention_sink_bias", contract.num_heads)
+    if contract.convolution is not None:
+        taps, width = contract.convolution.num_taps, contract.hidden_size
+        num_groups = width // contract.convolution.group_size
+        for around in ("attention_conv", "mlp_conv"):
+            yield _whole(f"{prefix}.{around}.base_kernel", 2, taps, width)
+            yield _whole(f"{prefix}.{around}.kernel_projection.weight", 2 * taps * num_groups, width)
+
+
+def _latent_attention(prefix: str, contract: DrafterContract, latent: LatentAttentionSettings) -> Iterator[Slot]:
+    width, heads = contract.hidden_size, contract.num_heads
+    query_size = latent.qk_nope_head_size + latent.qk_rope_head_size
+    yield _whole(f"{prefix}.q_a_proj.weight", latent.q_lora_rank, width)
+    yield _whole(f"{prefix}.q_a_layernorm.weight", latent.q_lora_rank)
+    yield _whole(f"{prefix}.q_b_proj.weight", heads * query_size, latent.q_lora_rank)
+    yield _whole(f"{prefix}.kv_a_proj_with_mqa.weight", latent.latent_size, width)
+    yield _whole(f"{prefix}.kv_a_layernorm.weight", latent.kv_lora_rank)
+    kv_size = latent.qk_nope_head_size + latent.v_head_size
+    yield _whole(f"{prefix}.kv_b_proj.weight", heads * kv_size, latent.kv_lora_rank)
+    yield _whole(f"{prefix}.o_proj.weight", width, heads * latent.v_head_size)
+
+
+def _eagle3_body(contract: DrafterContract, eagle3: Eagle3Settings) -> Iterator[Slot]:
+    if eagle3.norm_before_fc:
+        yield _whole("input_norm.weight", contract.num_taps * contract.target_hidden_size)
+    sizes = _decoder_shape(contract)
+    for layer in range(contract.num_layers):
+        is_double = layer == 0 or eagle3.doubles_every_layer
+        for slot in _decoder_layer(layer, sizes):
+            is_wide = is_double and ".qkv_proj.weight" in slot.parameter
+            shape = (slot.shape[0], 2 * contract.hidden_size) if is_wide else slot.shape
+            yield Slot(slot.name, slot.parameter, shape, slot.first_row)
+        if is_double:
+            yield _whole(f"layers.{layer}.hidden_norm.weight", contract.hidden_size)
+
+
+def _proposal_heads(contract: DrafterContract) -> Iterator[Slot]:
+    width = contract.hidden_size
+    if contract.selector is not None:
+        rank = contract.selector.rank
+        yield _whole("candidate_selector.predecessor_codebook", contract.vocab_size, rank)
+        yield _whole("candidate_selector.successor_codebook", contract.vocab_size, rank)
+        yield _whole("candidate_selector.hidden_projection.weight", rank, width)
+    if contract.markov is not None:
+        rank = contract.markov.rank
+        yield _whole("markov_head.markov_w1.weight", contract.target_vocab_size, rank)
+        yield _whole("markov_head.markov_w2.weight", contract.draft_vocab_size, rank)
+        # vanilla heads have no projection; a gate reads [hidden, embedding], the recurrent one its state as well
+        if contract.markov.kind == "gated":
+            yield _whole("markov_head.gate_proj.weight", rank, width + rank)
+            yield _whole("markov_head.gate_proj.bias", rank)
+        elif contract.markov.kind == "rnn":
+            yield _whole("markov_head.joint_proj.weight", 3 * rank, 2 * rank + width)
+            yield _whole("markov_head.joint_proj.bias", 3 * rank)
+    if contract.confidence is not None:
+        with_markov = contract.confidence.with_markov and contract.markov is not None
+        num_inputs = width + (contract.markov.rank if with_markov and contract.markov is not None else 0)
+        yield _whole("confidence_head.proj.weight", 1, num_inputs)
+        yield _whole("confidence_head.proj.bias", 1)

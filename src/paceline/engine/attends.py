@@ -46,21 +46,23 @@ def write_then_attend(
     starts: Sequence[int],
     starts_B: Tensor,
     num_rows: int,
+    windows: Sequence[int | None] | None = None,
 ) -> Attend:
-    """Attention for a target pass: row i of a request is stored at start + i and sees positions 0 to start + i.
+    """Attention of a causal model: row i of a request is stored at start + i and sees positions 0 to start + i.
 
     Args:
-        cache: the target's.
+        cache: the target's, or that of a drafter which drafts row by row.
         choice: from `AttentionChoice.for_device`.
         slots: one per request.
         slots_B: the same, int64.
-        starts: positions of the first rows.
+        starts: positions of the first rows; in the batched form only their largest counts, as an upper bound.
         starts_B: the same, int64.
         num_rows: T.
+        windows: per layer, tokens that a row may see, itself included; None is all, for a layer or for every layer.
     """
     if choice.is_batched:
-        return _BatchedCausal(cache, slots_B, starts_B, num_rows, max(starts) + num_rows)
-    return _CausalPerRequest(cache, slots, starts, num_rows, choice.is_row_invariant)
+        return _BatchedCausal(cache, slots_B, starts_B, num_rows, max(starts) + num_rows, windows)
+    return _CausalPerRequest(cache, slots, starts, num_rows, windows, choice.is_row_invariant)
 
 
 def attend_block(
@@ -95,8 +97,19 @@ def attend_block(
     return _BlockPerRequest(cache, slots, lengths, num_rows, windows, causal, choice.is_row_invariant)
 
 
-def _one_request(q_TNH: Tensor, k_MSH: Tensor, v_MSH: Tensor, visible: Tensor | None, is_row_invariant: bool) -> Tensor:
+def _one_request(
+    q_TNH: Tensor,
+    k_MSH: Tensor,
+    v_MSH: Tensor,
+    visible: Tensor | None,
+    is_row_invariant: bool,
+    sink_N: Tensor | None = None,
+) -> Tensor:
     """Attention of a single request; `visible` comes from `_per_query_row`. Returns [1, T, N, H]."""
+    if sink_N is not None:  # drafters alone have sinks, and a drafter's bits never reach the output
+        q_1NTH = q_TNH.transpose(0, 1).unsqueeze(0)
+        visible_TS = None if visible is None else visible[: q_TNH.shape[0]]
+        return attention(q_1NTH, k_MSH[None], v_MSH[None], visible=visible_TS, sink_N=sink_N).transpose(1, 2)
     if is_row_invariant:
         if visible is None:
             visible = torch.ones(q_TNH.shape[0], k_MSH.shape[1], dtype=torch.bool, device=q_TNH.device)
@@ -119,10 +132,14 @@ class _CausalPerRequest:
     slots: Sequence[int]
     starts: Sequence[int]
     num_rows: int
+    windows: Sequence[int | None] | None
     is_row_invariant: bool
-    _visible: dict[int, Tensor] = field(default_factory=dict)
+    _visible: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
-    def __call__(self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor, *, sink_N: Tensor | None = None
+    ) -> Tensor:
+        assert sink_N is None, "causal models have no attention sinks"
         if len(self.slots) == 1:  # the case whose speed is felt: nothing but the attention itself
             return self._request(layer, self.slots[0], self.starts[0], q_BTNH[0], k_BTMH[0], v_BTMH[0])
         mixed = [
@@ -133,32 +150,53 @@ class _CausalPerRequest:
 
     def _request(self, layer: int, slot: int, start: int, q_TNH: Tensor, k_TMH: Tensor, v_TMH: Tensor) -> Tensor:
         self.cache.write_rows(layer, slot, start, k_TMH, v_TMH)
-        if start == 0 and self.num_rows > 1 and not self.is_row_invariant:
+        length = start + self.num_rows
+        window = None if self.windows is None else self.windows[layer]
+        if window is not None and window >= length:
+            window = None
+        if start == 0 and self.num_rows > 1 and window is None and not self.is_row_invariant:
             q, k, v = (rows.transpose(0, 1).unsqueeze(0) for rows in (q_TNH, k_TMH, v_TMH))
             return causal_attention(q, k, v).transpose(1, 2)
-        keys, values = self.cache.context(layer, slot, start + self.num_rows)
-        visible = None if self.num_rows == 1 else self._visible_of(start, q_TNH.shape[1], keys)
+        keys, values = self.cache.context(layer, slot, length)
+        sees_all = self.num_rows == 1 and window is None
+        visible = None if sees_all else self._visible_of(start, window, q_TNH.shape[1], keys)
         return _one_request(q_TNH, keys, values, visible, self.is_row_invariant)
 
-    def _visible_of(self, start: int, num_heads: int, k_MSH: Tensor) -> Tensor:
-        if start not in self._visible:
+    def _visible_of(self, start: int, window: int | None, num_heads: int, k_MSH: Tensor) -> Tensor:
+        key = (start, window)
+        if key not in self._visible:
             key_S = torch.arange(start + self.num_rows, device=k_MSH.device)
-            visible_TS = key_S <= key_S[start:].unsqueeze(1)
-            self._visible[start] = _per_query_row(visible_TS, num_heads, k_MSH.shape[0], self.is_row_invariant)
-        return self._visible[start]
+            visible_TS = _block_visible(key_S[start:], key_S, window, is_causal=True)
+            self._visible[key] = _per_query_row(visible_TS, num_heads, k_MSH.shape[0], self.is_row_invariant)
+        return self._visible[key]
 
 
 class _BatchedCausal:
-    def __init__(self, cache: KeyValueCache, slots_B: Tensor, starts_B: Tensor, num_rows: int, length: int) -> None:
-        self._cache, self._slots_B, self._length = cache, slots_B, length
+    def __init__(
+        self,
+        cache: KeyValueCache,
+        slots_B: Tensor,
+        starts_B: Tensor,
+        num_rows: int,
+        length: int,
+        windows: Sequence[int | None] | None,
+    ) -> None:
+        self._cache, self._slots_B, self._length, self._windows = cache, slots_B, length, windows
         self._positions_BT = starts_B.unsqueeze(1) + torch.arange(num_rows, device=starts_B.device)
         key_S = torch.arange(length, device=starts_B.device)
-        self._visible_B1TS = (key_S <= self._positions_BT.unsqueeze(2)).unsqueeze(1)
+        self._visible_B1TS = {
+            window: _block_visible(self._positions_BT, key_S, window, is_causal=True).unsqueeze(1)
+            for window in set(windows or (None,))
+        }
 
-    def __call__(self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor, *, sink_N: Tensor | None = None
+    ) -> Tensor:
+        assert sink_N is None, "causal models have no attention sinks"
         self._cache.write_batch(layer, self._slots_B, self._positions_BT, k_BTMH, v_BTMH)
         keys, values = self._cache.gather(layer, self._slots_B, self._length)
-        return attention(q_BTNH.transpose(1, 2), keys, values, visible=self._visible_B1TS).transpose(1, 2)
+        visible = self._visible_B1TS[None if self._windows is None else self._windows[layer]]
+        return attention(q_BTNH.transpose(1, 2), keys, values, visible=visible).transpose(1, 2)
 
 
 def _block_visible(position_Q: Tensor, key_S: Tensor, window: int | None, is_causal: bool) -> Tensor:
@@ -184,14 +222,16 @@ class _BlockPerRequest:
         self._is_row_invariant = is_row_invariant
         self._visible: dict[tuple[int, int | None, bool], Tensor] = {}
 
-    def __call__(self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor, *, sink_N: Tensor | None = None
+    ) -> Tensor:
         mixed = []
         for index, (slot, length) in enumerate(zip(self._slots, self._lengths, strict=True)):
             context_k, context_v = self._cache.context(layer, slot, length)
             k = torch.cat((context_k, k_BTMH[index].transpose(0, 1)), dim=1)
             v = torch.cat((context_v, v_BTMH[index].transpose(0, 1)), dim=1)
             visible = self._visible_of(length, layer, q_BTNH.shape[2], k)
-            mixed.append(_one_request(q_BTNH[index], k, v, visible, self._is_row_invariant))
+            mixed.append(_one_request(q_BTNH[index], k, v, visible, self._is_row_invariant, sink_N))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
     def _visible_of(self, length: int, layer: int, num_heads: int, k_MSH: Tensor) -> Tensor | None:
@@ -232,8 +272,10 @@ class _BatchedBlock:
             by_kind[kind] = visible_BQS.unsqueeze(1)
         self._visible = [by_kind[kind] for kind in zip(windows, causal, strict=True)]
 
-    def __call__(self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor, *, sink_N: Tensor | None = None
+    ) -> Tensor:
         context_k, context_v = self._cache.gather(layer, self._slots_B, self._max_length)
         k = torch.cat((context_k, k_BTMH.transpose(1, 2)), dim=2)
         v = torch.cat((context_v, v_BTMH.transpose(1, 2)), dim=2)
-        return attention(q_BTNH.transpose(1, 2), k, v, visible=self._visible[layer]).transpose(1, 2)
+        return attention(q_BTNH.transpose(1, 2), k, v, visible=self._visible[layer], sink_N=sink_N).transpose(1, 2)

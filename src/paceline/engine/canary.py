@@ -24,7 +24,7 @@ from paceline.engine.proposal import Proposer, Rows
 from paceline.engine.request import RequestResult, SamplingParameters
 from paceline.engine.slots import SlotState
 from paceline.models.attends import WholeSequence
-from paceline.models.drafters.proposal import Proposal
+from paceline.models.drafters.proposal import DraftSampling, Proposal
 from paceline.models.loading import LoadedDrafter, LoadedTarget
 from paceline.models.taps import TapCollector
 from paceline.models.targets.dense import DenseTarget
@@ -256,7 +256,9 @@ class _DirectBlock:
     windows: Sequence[int | None]
     causal: Sequence[bool]
 
-    def __call__(self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor, *, sink_N: Tensor | None = None
+    ) -> Tensor:
         context_k, context_v = self.context[layer]
         k = torch.cat((context_k, k_BTMH[0])).transpose(0, 1)
         v = torch.cat((context_v, v_BTMH[0])).transpose(0, 1)
@@ -266,7 +268,8 @@ class _DirectBlock:
         visible = (distance >= 0) if self.causal[layer] else torch.ones_like(distance, dtype=torch.bool)
         if window is not None:
             visible = visible & (distance.abs() < window)
-        return attention(q_BTNH.transpose(1, 2), k.unsqueeze(0), v.unsqueeze(0), visible=visible).transpose(1, 2)
+        mixed = attention(q_BTNH.transpose(1, 2), k[None], v[None], visible=visible, sink_N=sink_N)
+        return mixed.transpose(1, 2)
 
 
 @torch.inference_mode()
@@ -291,13 +294,15 @@ def count_equal_drafts(
     context = model.backbone.context_kv(model.backbone.context_features(taps.collected())[0], positions_T)
     num_equal = 0
     for n, drafts in blocks:
-        num_rows = len(drafts) + 1
-        block_ids = model.block_ids(text_1T[:, n], num_rows - 1)
-        embeddings = model.embed_block(target.embed(block_ids)).to(model.backbone.fc.weight.dtype)
-        positions_1Q = torch.arange(n, n + num_rows, device=text_1T.device).unsqueeze(0)
+        anchors_1 = text_1T[:, n]
+        block_ids = model.block_ids(anchors_1, len(drafts))
+        embeddings = model.embed(block_ids, target).to(model.backbone.fc.weight.dtype)
+        positions_1Q = n + torch.arange(block_ids.shape[1], device=text_1T.device).unsqueeze(0)
         before = [(k[:n], v[:n]) for k, v in context]
         attend = _DirectBlock(before, contract.layer_windows, contract.layer_causal)
-        hidden = model.backbone(embeddings, positions_1Q, attend)[:, 1:].to(target.norm.weight.dtype)
-        ids: list[int] = model.draft_logits(target.logits(hidden)).max(dim=-1).indices[0].tolist()
+        hidden = model.predicted_rows(model.backbone(embeddings, positions_1Q, attend)).to(target.norm.weight.dtype)
+        nobody = torch.zeros_like(anchors_1)
+        greedy = DraftSampling("greedy", nobody.float(), nobody, nobody, nobody)
+        ids: list[int] = model.propose(hidden, model.logits(hidden, target), anchors_1, greedy).ids_BK[0].tolist()
         num_equal += sum(a == b for a, b in zip(ids, drafts, strict=True))
     return num_equal

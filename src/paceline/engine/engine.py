@@ -100,12 +100,13 @@ class Engine:
 
     def _block_proposer(self, drafter: LoadedDrafter, num_draft_tokens: int, capacity: int) -> BlockProposer:
         contract, weight = drafter.contract, drafter.model.backbone.fc.weight
+        num_kv_heads, head_size = drafter.model.backbone.cache_shape
         cache = KeyValueCache(
             num_layers=contract.num_layers,
             num_slots=self.settings.max_num_seqs,
-            num_kv_heads=contract.num_kv_heads,
+            num_kv_heads=num_kv_heads,
             capacity=capacity,
-            head_size=contract.head_size,
+            head_size=head_size,
             dtype=weight.dtype,
             device=weight.device,
         )

@@ -16,8 +16,8 @@ from paceline.checkpoint.contract import DraftSampleMethod, TargetLayerId
 from paceline.engine.attends import AttentionChoice, attend_block
 from paceline.engine.cache import KeyValueCache
 from paceline.engine.slots import SlotState
-from paceline.models.drafters.dflash import MAX_CANDIDATES, DFlashDrafter
-from paceline.models.drafters.proposal import Proposal
+from paceline.models.drafters.block_drafter import BlockDrafter
+from paceline.models.drafters.proposal import MAX_CANDIDATES, DraftSampling, Proposal
 from paceline.models.targets.dense import DenseTarget
 from paceline.ops.sample_tokens import NO_TOKEN
 
@@ -73,7 +73,7 @@ class Proposer(Protocol):
 
 
 class BlockProposer:
-    """A DFlash drafter served from the cache.
+    """A block drafter served from the cache.
 
     Context keys exist for positions 0..n-1 only; the block's own rows, anchor included, are a dense tail that never
     enters the cache. So there is nothing to roll back, and a refused draft leaves no trace.
@@ -90,7 +90,7 @@ class BlockProposer:
     def __init__(
         self,
         target: DenseTarget,
-        drafter: DFlashDrafter,
+        drafter: BlockDrafter,
         cache: KeyValueCache,
         choice: AttentionChoice,
         *,
@@ -102,10 +102,11 @@ class BlockProposer:
         self._method: DraftSampleMethod = method
         self.name = f"{contract.family}/{method}"
         self.num_draft_tokens = num_draft_tokens
-        self.num_candidates = min(MAX_CANDIDATES, contract.vocab_size) if method == "probabilistic" else 0
+        self.num_candidates = min(MAX_CANDIDATES, contract.draft_vocab_size) if method == "probabilistic" else 0
         self.max_positions = min(contract.max_position_embeddings, drafter.backbone.position_table.shape[0])
         self.target_layer_ids = contract.target_layer_ids
-        self._offsets_Q = torch.arange(num_draft_tokens + 1, device=cache.planes.device)
+        self._num_rows = drafter.num_rows(num_draft_tokens)
+        self._offsets_Q = torch.arange(self._num_rows, device=cache.planes.device)
 
     @property
     def cache(self) -> KeyValueCache:
@@ -131,25 +132,26 @@ class BlockProposer:
         anchors_B = state.anchors[rows.slots_B].clamp(min=0)
         positions_BQ = lengths_B.unsqueeze(1) + self._offsets_Q
         hidden_BQD = self._run_block(rows, anchors_B, lengths_B, positions_BQ)
-        rows_BKD = hidden_BQD[:, 1:].to(self._target.norm.weight.dtype)
-        logits_BKV = self._drafter.draft_logits(self._target.logits(rows_BKD))
+        hidden_BKD = self._drafter.predicted_rows(hidden_BQD).to(self._target.norm.weight.dtype)
         settings = state.sampling_rows(rows.slots_B)
-        proposal = self._drafter.propose(
-            logits_BKV,
+        sampling = DraftSampling(
             method="greedy" if all_greedy else self._method,
             temperature_B=settings.temperature_B,
             seed_B=settings.seed_B,
             position_B=lengths_B,
             step_B=state.steps[rows.slots_B],
         )
-        fits_B = positions_BQ[:, -1] < self.max_positions
+        proposal = self._drafter.propose(
+            hidden_BKD, self._drafter.logits(hidden_BKD, self._target), anchors_B, sampling
+        )
+        fits_B = positions_BQ[:, -1] < self.max_positions  # the last predicted token needs no position of its own
         return proposal._replace(ids_BK=proposal.ids_BK.masked_fill(~fits_B.unsqueeze(1), NO_TOKEN))
 
     def _run_block(self, rows: Rows, anchors_B: Tensor, lengths_B: Tensor, positions_BQ: Tensor) -> Tensor:
         contract = self._drafter.contract
         backbone = self._drafter.backbone
         block_ids_BQ = self._drafter.block_ids(anchors_B, self.num_draft_tokens)
-        embeddings_BQD = self._drafter.embed_block(self._target.embed(block_ids_BQ)).to(backbone.fc.weight.dtype)
+        embeddings_BQD = self._drafter.embed(block_ids_BQ, self._target).to(backbone.fc.weight.dtype)
         attend = attend_block(
             self._cache,
             self._choice,
@@ -157,7 +159,7 @@ class BlockProposer:
             slots_B=rows.slots_B,
             lengths_B=lengths_B,
             max_length=max(rows.starts) + rows.num_rows,
-            num_rows=self.num_draft_tokens + 1,
+            num_rows=self._num_rows,
             windows=contract.layer_windows,
             causal=contract.layer_causal,
         )

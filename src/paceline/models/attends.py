@@ -16,8 +16,11 @@ from paceline.ops.attention import attention, causal_attention
 class WholeSequence:
     """Causal attention over complete, right-padded sequences: feature capture and parity tests."""
 
-    def __call__(self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor, *, sink_N: Tensor | None = None
+    ) -> Tensor:
         """Attend within each row; `layer` makes no difference."""
+        assert sink_N is None, "targets have no attention sinks"
         mixed = causal_attention(q_BTNH.transpose(1, 2), k_BTMH.transpose(1, 2), v_BTMH.transpose(1, 2))
         return mixed.transpose(1, 2)
 
@@ -34,10 +37,12 @@ class BlocksOverContext:
     context: list[tuple[Tensor, Tensor]]
     visible: list[Tensor]
 
-    def __call__(self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor, *, sink_N: Tensor | None = None
+    ) -> Tensor:
         """Attend from the A * Q slots of each row."""
         context_k, context_v = self.context[layer]
         k = torch.cat((context_k, k_BTMH), dim=1).transpose(1, 2)
         v = torch.cat((context_v, v_BTMH), dim=1).transpose(1, 2)
-        mixed = attention(q_BTNH.transpose(1, 2), k, v, visible=self.visible[layer].unsqueeze(1))
+        mixed = attention(q_BTNH.transpose(1, 2), k, v, visible=self.visible[layer].unsqueeze(1), sink_N=sink_N)
         return mixed.transpose(1, 2)

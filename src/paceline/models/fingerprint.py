@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.checkpoint.contract import CaptureId, DrafterContract, capture_id, target_layer_id
 from paceline.errors import CheckpointError, CompatibilityError
 from paceline.models.attends import WholeSequence
-from paceline.models.drafters.dflash import DFlashDrafter
+from paceline.models.drafters.block_drafter import BlockDrafter
 from paceline.models.taps import TapCollector
 from paceline.models.targets.dense import DenseTarget
 
@@ -53,7 +53,7 @@ def compared_positions(num_tokens: int) -> list[int]:
 
 
 @torch.no_grad()
-def record_fingerprint(target: DenseTarget, drafter: DFlashDrafter, probe_ids: list[int]) -> dict[str, Tensor]:
+def record_fingerprint(target: DenseTarget, drafter: BlockDrafter, probe_ids: list[int]) -> dict[str, Tensor]:
     """Run a probe through target and drafter and keep what a later load compares.
 
     Args:
@@ -76,7 +76,7 @@ def record_fingerprint(target: DenseTarget, drafter: DFlashDrafter, probe_ids: l
 
 @torch.no_grad()
 def replay_fingerprint(
-    target: DenseTarget, drafter: DFlashDrafter, stored: Mapping[str, Tensor]
+    target: DenseTarget, drafter: BlockDrafter, stored: Mapping[str, Tensor]
 ) -> list[TapComparison]:
     """Compare stored taps with the serving target's, at the configured layer and at every other one.
 
@@ -105,7 +105,7 @@ def replay_fingerprint(
 
 
 @torch.no_grad()
-def check_fingerprint(target: DenseTarget, drafter: DFlashDrafter, stored: Mapping[str, Tensor]) -> None:
+def check_fingerprint(target: DenseTarget, drafter: BlockDrafter, stored: Mapping[str, Tensor]) -> None:
     """Refuse a target whose taps are not those that the drafter was trained on, and name the likely cause.
 
     Raises:

@@ -26,8 +26,10 @@ class Attend(Protocol):
     caller's business, so one network definition serves training, prefill and decoding.
     """
 
-    def __call__(self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor) -> Tensor:
-        """Return [B, T, N, H]."""
+    def __call__(
+        self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor, *, sink_N: Tensor | None = None
+    ) -> Tensor:
+        """Return [B, T, N, H]; `sink_N` adds exp(sink) of each head to the softmax's denominator."""
         ...
 
 
@@ -96,7 +98,20 @@ class RMSNorm(Block):
 
 
 class SelfAttention(Block):
-    """Grouped-query attention with fused q/k/v projection and optional per-head q/k norms."""
+    """Grouped-query attention with fused q/k/v projection and optional per-head q/k norms.
+
+    Args:
+        hidden_size: width of the residual stream.
+        num_heads: query heads.
+        num_kv_heads: key/value heads.
+        head_size: of both.
+        eps: of the q/k norms.
+        bias: on all four projections.
+        qk_norm: whether there are q/k norms.
+        in_size: width of what is projected; by default the residual stream's.
+        has_sink: one learned logit per query head in the softmax's denominator.
+        value_scale: multiplies every value, those of the context too.
+    """
 
     def __init__(
         self,
@@ -108,14 +123,19 @@ class SelfAttention(Block):
         eps: float,
         bias: bool,
         qk_norm: bool,
+        in_size: int | None = None,
+        has_sink: bool = False,
+        value_scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
         self.q_size, self.kv_size = num_heads * head_size, num_kv_heads * head_size
-        self.qkv_proj = Linear(hidden_size, self.q_size + 2 * self.kv_size, bias=bias)
+        self.qkv_proj = Linear(in_size or hidden_size, self.q_size + 2 * self.kv_size, bias=bias)
         self.o_proj = Linear(self.q_size, hidden_size, bias=bias)
         self.q_norm = RMSNorm(head_size, eps) if qk_norm else None
         self.k_norm = RMSNorm(head_size, eps) if qk_norm else None
+        self.attention_sink_bias = nn.Parameter(torch.zeros(num_heads)) if has_sink else None
+        self.value_scale = value_scale
 
     def forward(self, x_BTD: Tensor, rows: RotaryRows, attend: Attend, layer: int, *, is_neox_style: bool) -> Tensor:
         """Project, turn by position, attend, project back; x and the result are [B, T, D]."""
@@ -126,7 +146,10 @@ class SelfAttention(Block):
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=-2)
         turned = turn_heads(qk, rows, is_neox_style=is_neox_style)
         q, k = turned.split_with_sizes((self.num_heads, self.num_kv_heads), -2)
-        mixed = attend(layer, q, k, v)
+        if self.value_scale != 1.0:
+            v = v * self.value_scale
+        sink = self.attention_sink_bias
+        mixed = attend(layer, q, k, v) if sink is None else attend(layer, q, k, v, sink_N=sink)
         projected: Tensor = self.o_proj(mixed.flatten(-2))
         return projected
 
@@ -138,6 +161,8 @@ class SelfAttention(Block):
         k, v = kv[..., : self.num_kv_heads, :], kv[..., self.num_kv_heads :, :]
         if self.k_norm is not None:
             k = self.k_norm(k)
+        if self.value_scale != 1.0:
+            v = v * self.value_scale
         return turn_heads(k, rows, is_neox_style=is_neox_style), v
 
 
@@ -157,7 +182,7 @@ class GatedMLP(Block):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm decoder layer: attention and MLP, each added to the residual stream."""
+    """Pre-norm decoder layer: attention and MLP, each added to the residual stream; arguments as `SelfAttention`."""
 
     def __init__(
         self,
@@ -171,11 +196,21 @@ class DecoderLayer(nn.Module):
         attention_bias: bool,
         mlp_bias: bool,
         qk_norm: bool,
+        has_sink: bool = False,
+        value_scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(hidden_size, eps)
         self.self_attn = SelfAttention(
-            hidden_size, num_heads, num_kv_heads, head_size, eps=eps, bias=attention_bias, qk_norm=qk_norm
+            hidden_size,
+            num_heads,
+            num_kv_heads,
+            head_size,
+            eps=eps,
+            bias=attention_bias,
+            qk_norm=qk_norm,
+            has_sink=has_sink,
+            value_scale=value_scale,
         )
         self.post_attention_layernorm = RMSNorm(hidden_size, eps)
         self.mlp = GatedMLP(hidden_size, intermediate_size, bias=mlp_bias)

@@ -21,8 +21,8 @@ from paceline.checkpoint.tokenizer import TextTokenizer, open_tokenizer
 from paceline.checkpoint.weights import load_strict, open_safetensors, open_safetensors_file
 from paceline.errors import ConfigError
 from paceline.models.capabilities import require_taps
-from paceline.models.drafters.dflash import DFlashDrafter
-from paceline.models.drafters.table import DRAFTERS
+from paceline.models.drafters.block_drafter import BlockDrafter
+from paceline.models.drafters.table import BLOCK_DRAFTERS
 from paceline.models.fingerprint import check_fingerprint as replay
 from paceline.models.layers import LinearMode, set_linear_mode
 from paceline.models.positions import position_table
@@ -50,7 +50,7 @@ class LoadedTarget:
 class LoadedDrafter:
     """A drafter that was checked against its target, and how many tokens it will propose per step."""
 
-    model: DFlashDrafter
+    model: BlockDrafter
     contract: DrafterContract
     num_draft_tokens: int
 
@@ -166,7 +166,7 @@ def load_drafter(
     load_strict(drafter.checkpoint_parameters(), open_safetensors(folder), drafter_destinations(contract))
     if check_fingerprint:
         _replay_stored(folder, target, drafter)
-    drafter.backbone.prepare_for_serving(target.linear_mode)
+    drafter.prepare_for_serving(target.linear_mode)
     capture_text = ", ".join(str(layer) for layer in contract.target_layer_ids)
     _log.info("drafter %s: taps after layers %s, stream %s", folder.name, capture_text, contract.aux_hidden_stream)
     return LoadedDrafter(drafter, contract, num_draft_tokens or contract.num_draft_tokens)
@@ -184,17 +184,17 @@ def empty_target(contract: TargetContract, dtype: torch.dtype, device: torch.dev
     return model.eval()
 
 
-def empty_drafter(contract: DrafterContract, dtype: torch.dtype, device: torch.device) -> DFlashDrafter:
+def empty_drafter(contract: DrafterContract, dtype: torch.dtype, device: torch.device) -> BlockDrafter:
     """A drafter whose weights are not yet set."""
     with torch.device("meta"):
-        drafter = DRAFTERS[contract.family](contract)
+        drafter = BLOCK_DRAFTERS[contract.family](contract)
     _materialise(drafter, dtype, device)
-    table = position_table(contract.rope, contract.head_size, contract.max_position_embeddings)
+    table = position_table(contract.rope, contract.rotary_size, contract.max_position_embeddings)
     drafter.backbone.position_table = table.to(device)
     return drafter.eval()
 
 
-def initialise_drafter(contract: DrafterContract, device: torch.device, *, seed: int) -> DFlashDrafter:
+def initialise_drafter(contract: DrafterContract, device: torch.device, *, seed: int) -> BlockDrafter:
     """An untrained drafter in float32: matrices N(0, 0.02), gains 1, the same on every device."""
     drafter = empty_drafter(contract, torch.float32, torch.device("cpu"))
     generator = torch.Generator().manual_seed(seed)
@@ -212,7 +212,7 @@ def _materialise(model: nn.Module, dtype: torch.dtype, device: torch.device) -> 
     model.requires_grad_(False)
 
 
-def _replay_stored(folder: Path, target: LoadedTarget, drafter: DFlashDrafter) -> None:
+def _replay_stored(folder: Path, target: LoadedTarget, drafter: BlockDrafter) -> None:
     path = folder / FINGERPRINT_FILE
     if not path.is_file():
         _log.warning("%s has no fingerprint: its taps cannot be checked against this target", folder)

@@ -15,29 +15,47 @@ KEY_TILE = 64  # its numbers of keys are multiples of this
 _ALIGNED_WIDTH = 16  # its head sizes are multiples of this: odd strides change the order of summation
 
 
-def attention_reference(q_BNTH: Tensor, k_BMSH: Tensor, v_BMSH: Tensor, visible: Tensor | None) -> Tensor:
-    """softmax(q k^T / sqrt(H)) v in float32; `visible` is bool, broadcastable to [B, N, T, S]. Returns [B, N, T, H]."""
+def attention_reference(
+    q_BNTH: Tensor, k_BMSH: Tensor, v_BMSH: Tensor, visible: Tensor | None, sink_N: Tensor | None = None
+) -> Tensor:
+    """softmax(q k^T / sqrt(H)) v in float32; `visible` is bool, broadcastable to [B, N, T, S]. Returns [B, N, T, H].
+
+    A sink is one more key per head, of that score and with the value 0: it takes weight and gives nothing.
+    """
     group = q_BNTH.shape[1] // k_BMSH.shape[1]
     k = k_BMSH.float().repeat_interleave(group, dim=1)
     v = v_BMSH.float().repeat_interleave(group, dim=1)
     scores = q_BNTH.float() @ k.transpose(-1, -2) * q_BNTH.shape[-1] ** -0.5
     if visible is not None:
         scores = scores.masked_fill(~visible, float("-inf"))
-    mixed: Tensor = scores.softmax(-1) @ v
+    if sink_N is not None:
+        sinks = sink_N.float()[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    mixed: Tensor = scores.softmax(-1)[..., : v.shape[-2]] @ v
     return mixed.to(q_BNTH.dtype)
 
 
-def attention(q_BNTH: Tensor, k_BMSH: Tensor, v_BMSH: Tensor, *, visible: Tensor | None = None) -> Tensor:
-    """Attention through torch's fused kernels.
+def attention(
+    q_BNTH: Tensor,
+    k_BMSH: Tensor,
+    v_BMSH: Tensor,
+    *,
+    visible: Tensor | None = None,
+    sink_N: Tensor | None = None,
+) -> Tensor:
+    """Attention through torch's fused kernels; with a sink, which those do not know, through the reference.
 
     Args:
         q_BNTH: queries, any float dtype.
         k_BMSH: keys; M divides N.
         v_BMSH: values.
         visible: bool, broadcastable to [B, 1, T, S]; true where a query row may see a key. None shows everything.
+        sink_N: one logit per query head that joins the softmax's denominator.
     Returns:
         [B, N, T, H] in q's dtype.
     """
+    if sink_N is not None:
+        return attention_reference(q_BNTH, k_BMSH, v_BMSH, visible, sink_N)
     B, N, T, H = q_BNTH.shape
     M, S = k_BMSH.shape[1], k_BMSH.shape[2]
     if M == N:

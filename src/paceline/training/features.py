@@ -39,6 +39,11 @@ class TargetFeatures:
         """Raw embedding rows."""
         return self._target.embed(token_ids)
 
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of every vocabulary id."""
+        return self._target.logits(hidden)
+
     @property
     def head_VD(self) -> Tensor:
         """The output head, frozen."""

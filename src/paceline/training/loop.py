@@ -25,10 +25,9 @@ from paceline.checkpoint.weights import disk_full_as_capacity_error, write_text_
 from paceline.configuration.load import to_toml
 from paceline.configuration.run import TrainRun
 from paceline.errors import ConfigError, NumericError
-from paceline.models.drafters.dflash import DFlashDrafter
 from paceline.models.fingerprint import record_fingerprint
 from paceline.models.layers import DecoderLayer
-from paceline.models.loading import LoadedTarget, initialise_drafter, resolve_device
+from paceline.models.loading import LoadedTarget, empty_drafter, initialise_drafter, resolve_device
 from paceline.training.data import Batch, BatchOrder, Conversations, join, read_conversations, split_held_out
 from paceline.training.features import TargetFeatures
 from paceline.training.interrupt import StopRequest
@@ -328,8 +327,7 @@ class _Run:
 
     def _export(self, step: int) -> Path:
         """Write the drafter folder, in bf16, with the fingerprint of the target that it was trained on."""
-        exported = DFlashDrafter(self.contract).to(self.device, torch.bfloat16)
-        exported.backbone.position_table = self.drafter.backbone.position_table
+        exported = empty_drafter(self.contract, torch.bfloat16, self.device)
         exported.load_state_dict(self.drafter.state_dict())
         probe_source = next((c for c in self.data.held_out.values() if len(c)), self.data.train)
         probe = [int(token) for token in probe_source.tokens[:_PROBE_TOKENS]]  # across borders, if texts are short

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.models.attends import BlocksOverContext
-from paceline.models.drafters.dflash import DFlashDrafter
+from paceline.models.drafters.block_drafter import BlockDrafter
 from paceline.ops.linear_cross_entropy import linear_cross_entropy
 from paceline.training.anchors import Blocks, block_visibility
 
@@ -57,13 +57,13 @@ def position_weights(block_size: int, gamma: float | None) -> Tensor:
     return torch.tensor(weights, dtype=torch.float32)
 
 
-def draft_blocks(drafter: DFlashDrafter, taps: Sequence[Tensor], block_embeddings: Tensor, blocks: Blocks) -> Tensor:
+def draft_blocks(drafter: BlockDrafter, taps: Sequence[Tensor], block_embeddings: Tensor, blocks: Blocks) -> Tensor:
     """Run the drafter on all blocks of a batch at once, exactly as it will be served.
 
     Args:
         drafter: to be trained or scored.
         taps: each [B, S, D], of the whole conversations.
-        block_embeddings: [B, A, Q, D], target embeddings of [anchor, mask, ...].
+        block_embeddings: [B, A, Q, D], what `drafter.embed` makes of [anchor, mask, ...].
         blocks: positions and anchors.
     Returns:
         [B, A, Q, D] after the drafter's final norm.
@@ -79,14 +79,14 @@ def draft_blocks(drafter: DFlashDrafter, taps: Sequence[Tensor], block_embedding
         kind: block_visibility(blocks.anchors_BA, Q, S, window=kind[0], causal=kind[1]) for kind in dict.fromkeys(kinds)
     }
     attend = BlocksOverContext(context, [masks[kind] for kind in kinds])
-    rows = drafter.embed_block(block_embeddings.to(features.dtype)).flatten(1, 2)
+    rows = block_embeddings.to(features.dtype).flatten(1, 2)
     last = drafter.backbone.position_table.shape[0] - 1
     hidden: Tensor = drafter.backbone(rows, blocks.positions_BAQ.flatten(1).clamp(max=last), attend)
     return hidden.view(B, A, Q, -1)
 
 
 def score_blocks(
-    drafter: DFlashDrafter,
+    drafter: BlockDrafter,
     features: Features,
     block_embeddings: Tensor,
     blocks: Blocks,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from paceline.models.drafters.dflash import DFlashDrafter
+from paceline.models.drafters.block_drafter import BlockDrafter
 from paceline.training.anchors import all_anchors, make_blocks
 from paceline.training.data import Conversations
 from paceline.training.features import TargetFeatures
@@ -68,7 +68,7 @@ def _walk_responses(accepted: np.ndarray, anchors: np.ndarray) -> list[int]:
 
 @torch.no_grad()
 def simulate(
-    drafter: DFlashDrafter,
+    drafter: BlockDrafter,
     target: TargetFeatures,
     conversations: Conversations,
     *,
@@ -99,7 +99,7 @@ def simulate(
         anchor_ids = batch.token_ids_BS.gather(1, anchors)
         with autocast(device, mixed_precision):
             features = target(batch.token_ids_BS)
-            rows = target.embed(drafter.block_ids(anchor_ids, block_size - 1))
+            rows = drafter.embed(drafter.block_ids(anchor_ids, block_size - 1), target)
             hidden = draft_blocks(drafter, features.taps, rows, blocks)[:, :, 1:].to(target.head_VD.dtype)
             flat = hidden.flatten(0, 2)
             ids = torch.cat([(chunk @ target.head_VD.T).argmax(-1) for chunk in flat.split(_HEAD_ROWS)])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.models.drafters.dflash import DFlashDrafter
+from paceline.models.drafters.block_drafter import BlockDrafter
 from paceline.training.anchors import make_blocks, sample_anchors
 from paceline.training.data import Batch
 from paceline.training.features import TargetFeatures
@@ -53,7 +53,7 @@ def autocast(device: torch.device, enabled: bool) -> contextlib.AbstractContextM
 
 
 def train_step(
-    drafter: DFlashDrafter,
+    drafter: BlockDrafter,
     target: TargetFeatures,
     optimizer: torch.optim.Optimizer,
     batches: Sequence[Batch],
@@ -97,7 +97,7 @@ def train_step(
             scores = score_blocks(
                 drafter,
                 target(here.token_ids_BS),
-                target.embed(drafter.block_ids(anchor_ids, settings.block_size - 1)),
+                drafter.embed(drafter.block_ids(anchor_ids, settings.block_size - 1), target),
                 blocks,
                 target.head_VD,
                 settings.objective,

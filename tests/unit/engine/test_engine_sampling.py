@@ -15,7 +15,7 @@ from scipy import stats
 from tests.fakes import TableProposer, table_target
 from tests.tiny import tiny_drafter_contract
 
-import paceline.models.drafters.dflash as dflash_module
+import paceline.models.drafters.proposal as proposal_module
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.request import RequestResult, SamplingParameters
 from paceline.models.drafters.proposal import Proposal
@@ -118,8 +118,8 @@ def test_a_wrong_q_is_noticed() -> None:
 
 
 def test_noise_shared_between_draft_and_target_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dflash_module, "DRAFT", noise.TARGET)
-    monkeypatch.setattr(dflash_module, "mix_step", lambda seed, step: seed)
+    monkeypatch.setattr(proposal_module, "DRAFT", noise.TARGET)
+    monkeypatch.setattr(proposal_module, "mix_step", lambda seed, step: seed)
     assert p_value(run(make_proposer("probabilistic"))[0]) < 1e-4
 
 

@@ -130,13 +130,14 @@ class CachedContext:
         self.length += features.shape[0]
 
     def draft(self, embeddings_QD: Tensor) -> Tensor:
-        """Run a block whose anchor stands right after the context; [Q, D]."""
+        """Run a block of embedded rows whose anchor stands right after the context; [Q, D]."""
         positions = self.length + torch.arange(embeddings_QD.shape[0])
-        rows = self._drafter.embed_block(embeddings_QD)
-        hidden: Tensor = self._drafter.backbone(rows[None], positions[None], self)
+        hidden: Tensor = self._drafter.backbone(embeddings_QD[None], positions[None], self)
         return hidden[0]
 
-    def __call__(self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor, *, sink_N: Tensor | None = None
+    ) -> Tensor:
         """Attend over the cached context and the block's own rows."""
         contract = self._drafter.contract
         k = torch.cat([*self._keys[layer], k_BTMH[0]])[None].transpose(1, 2)

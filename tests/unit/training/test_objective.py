@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.fakes import Lending
 from tests.unit.models.conftest import CachedContext, tiny_drafter, tiny_target
 from torch import Tensor
 
@@ -46,7 +47,8 @@ class Case:
         return make_blocks(self.tokens, self.supervised, self.anchors, valid, BLOCK_SIZE)
 
     def rows(self) -> Tensor:
-        return self.table[self.drafter.block_ids(self.tokens.gather(1, self.anchors), BLOCK_SIZE - 1)]
+        ids = self.drafter.block_ids(self.tokens.gather(1, self.anchors), BLOCK_SIZE - 1)
+        return self.drafter.embed(ids, Lending(self.table, self.head))
 
     def draft(self) -> Tensor:
         return draft_blocks(self.drafter, self.taps, self.rows(), self.blocks)
@@ -241,7 +243,8 @@ def test_a_batch_without_a_valid_anchor_gives_zero_and_zero_gradients(kl: float)
     anchors, valid = all_anchors(case.supervised)
     assert not valid.any()
     blocks = make_blocks(case.tokens, case.supervised, anchors, valid, BLOCK_SIZE)
-    rows = case.table[case.drafter.block_ids(case.tokens.gather(1, anchors), BLOCK_SIZE - 1)]
+    ids = case.drafter.block_ids(case.tokens.gather(1, anchors), BLOCK_SIZE - 1)
+    rows = case.drafter.embed(ids, Lending(case.table, case.head))
     objective = Objective(kl=kl, ce=1.0, gamma=4.0, chunk_rows=7)
     scores = score_blocks(case.drafter, Features(case.taps, case.hidden), rows, blocks, case.head, objective)
     scores.loss_sum.backward()
@@ -265,7 +268,7 @@ def test_padding_does_not_matter() -> None:
         tokens[1, 12:] = padding
         anchors, valid = all_anchors(supervised)
         blocks = make_blocks(tokens, supervised, anchors, valid, BLOCK_SIZE)
-        rows = features_of.embed(drafter.block_ids(tokens.gather(1, anchors), BLOCK_SIZE - 1))
+        rows = drafter.embed(drafter.block_ids(tokens.gather(1, anchors), BLOCK_SIZE - 1), features_of)
         objective = Objective(kl=1.0, ce=1.0, gamma=4.0, chunk_rows=1000)
         losses.append(score_blocks(drafter, features_of(tokens), rows, blocks, features_of.head_VD, objective).loss_sum)
     assert torch.equal(losses[0], losses[1])
@@ -281,7 +284,7 @@ def test_whole_path_from_tokens_has_no_leak() -> None:
 
     def states() -> Tensor:
         blocks = make_blocks(tokens, torch.ones(1, NUM_TOKENS, dtype=torch.bool), anchors, valid, BLOCK_SIZE)
-        rows = features_of.embed(drafter.block_ids(tokens.gather(1, anchors), BLOCK_SIZE - 1))
+        rows = drafter.embed(drafter.block_ids(tokens.gather(1, anchors), BLOCK_SIZE - 1), features_of)
         return draft_blocks(drafter, features_of(tokens).taps, rows, blocks)
 
     before = states()

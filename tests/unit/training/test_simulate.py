@@ -85,7 +85,7 @@ def serve(drafter: DFlashDrafter, target: DenseTarget, tokens: Sequence[int], pr
     context, steps, anchor = CachedContext(drafter), [], prompt
     while anchor < len(tokens) - 1:
         context.extend([tap[0, context.length : anchor] for tap in taps.collected()])
-        rows = target.embed(drafter.block_ids(ids[0, anchor], drafter.contract.num_draft_tokens))
+        rows = drafter.embed(drafter.block_ids(ids[0, anchor], drafter.contract.num_draft_tokens), target)
         drafts = target.logits(context.draft(rows)[1:]).argmax(-1).tolist()
         kept = 0
         while kept < len(drafts) and anchor + kept + 1 < len(tokens) and drafts[kept] == tokens[anchor + kept + 1]:

@@ -8,16 +8,42 @@ B requests, S context positions, Q block rows, D width, M key/value heads, H hea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.contract import DrafterContract
-from paceline.models.layers import Attend, DecoderLayer, Linear, LinearMode, RMSNorm, set_linear_mode
+from paceline.models.layers import Attend, DecoderLayer, Linear, LinearMode, RMSNorm, RotaryRows, set_linear_mode
 from paceline.models.positions import position_table
 from paceline.ops.rms_norm import rms_norm
 from paceline.ops.rotary import expand_rotary, turn_heads
+
+
+class ContextAttention(Protocol):
+    """What the backbone asks of a layer's `self_attn` beside its forward pass."""
+
+    def context_kv(self, features: Tensor, rows: RotaryRows, *, is_neox_style: bool) -> tuple[Tensor, Tensor]:
+        """Keys and values of context features, [..., D] to two of [..., M, H]."""
+        ...
+
+
+def plain_layer(contract: DrafterContract, layer: int) -> nn.Module:
+    """The decoder layer of DFlash and of DSpark's dense form; `layer` makes no difference to it."""
+    return DecoderLayer(
+        hidden_size=contract.hidden_size,
+        intermediate_size=contract.intermediate_size,
+        num_heads=contract.num_heads,
+        num_kv_heads=contract.num_kv_heads,
+        head_size=contract.head_size,
+        eps=contract.rms_norm_eps,
+        attention_bias=contract.attention_bias,
+        mlp_bias=False,
+        qk_norm=contract.has_qk_norm,
+        has_sink=contract.has_attention_sink,
+        value_scale=contract.attention_value_scale,
+    )
 
 
 class DrafterBackbone(nn.Module):
@@ -26,9 +52,16 @@ class DrafterBackbone(nn.Module):
     Args:
         contract: the drafter's sizes and switches.
         max_positions: rows of the position table; by default the contract's `max_position_embeddings`.
+        make_layer: builds layer i; its `self_attn` has `context_kv`, and a call takes what `DecoderLayer` takes.
     """
 
-    def __init__(self, contract: DrafterContract, *, max_positions: int | None = None) -> None:
+    def __init__(
+        self,
+        contract: DrafterContract,
+        *,
+        max_positions: int | None = None,
+        make_layer: Callable[[DrafterContract, int], nn.Module] = plain_layer,
+    ) -> None:
         super().__init__()
         self.contract = contract
         eps = contract.rms_norm_eps
@@ -36,26 +69,19 @@ class DrafterBackbone(nn.Module):
         num_norms = contract.num_taps if contract.has_tap_norm else 0
         self.fc_norm = nn.ModuleList(RMSNorm(contract.target_hidden_size, eps) for _ in range(num_norms))
         self.hidden_norm = RMSNorm(contract.hidden_size, eps)
-        self.layers = nn.ModuleList(
-            DecoderLayer(
-                hidden_size=contract.hidden_size,
-                intermediate_size=contract.intermediate_size,
-                num_heads=contract.num_heads,
-                num_kv_heads=contract.num_kv_heads,
-                head_size=contract.head_size,
-                eps=eps,
-                attention_bias=contract.attention_bias,
-                mlp_bias=False,
-                qk_norm=True,
-            )
-            for _ in range(contract.num_layers)
-        )
+        self.layers = nn.ModuleList(make_layer(contract, layer) for layer in range(contract.num_layers))
         self.norm = RMSNorm(contract.hidden_size, eps)
         self.position_table: Tensor
-        table = position_table(contract.rope, contract.head_size, max_positions or contract.max_position_embeddings)
+        table = position_table(contract.rope, contract.rotary_size, max_positions or contract.max_position_embeddings)
         self.register_buffer("position_table", table, persistent=False)
         self._stacked_kv: Linear | None = None
         self._stacked_k_gain: Tensor  # float32 [layers, 1, H], set beside it
+
+    @property
+    def cache_shape(self) -> tuple[int, int]:
+        """(key/value heads, head size) of a cached context row; latent attention keeps one row for all heads."""
+        latent = self.contract.latent
+        return (1, latent.latent_size) if latent else (self.contract.num_kv_heads, self.contract.head_size)
 
     def context_features(self, taps: Sequence[Tensor]) -> Tensor:
         """One feature vector per position from its taps.
@@ -86,14 +112,18 @@ class DrafterBackbone(nn.Module):
         neox = self.contract.is_neox_style
         rows = expand_rotary(self.position_table[positions], features.dtype, is_neox_style=neox)
         if self._stacked_kv is None:
-            return [layer.self_attn.context_kv(features, rows, is_neox_style=neox) for layer in self._decoder_layers()]
+            attentions = [cast(ContextAttention, layer.self_attn) for layer in self.layers]
+            return [attention.context_kv(features, rows, is_neox_style=neox) for attention in attentions]
         # All layers at once: on a CPU four small norms and rotations cost four times one.
         kv = self._stacked_kv(features).unflatten(-1, (len(self.layers), 2, -1, self.contract.head_size))
         no_gain = torch.ones_like(self._stacked_k_gain[0, 0])
         k = rms_norm(kv[..., 0, :, :].float(), no_gain, eps=self.contract.rms_norm_eps) * self._stacked_k_gain
         per_layer = (rows[0].unsqueeze(-3), rows[1].unsqueeze(-3))
         k = turn_heads(k.to(kv.dtype), per_layer, is_neox_style=neox)  # one rounding, as in the norm of one layer
-        return list(zip(k.unbind(-3), kv[..., 1, :, :].unbind(-3), strict=True))
+        v = kv[..., 1, :, :]
+        if self.contract.attention_value_scale != 1.0:
+            v = v * self.contract.attention_value_scale
+        return list(zip(k.unbind(-3), v.unbind(-3), strict=True))
 
     def forward(self, embeddings_BQD: Tensor, positions_BQ: Tensor, attend: Attend) -> Tensor:
         """Run the block rows through every layer; returns [B, Q, D] after the final norm."""
@@ -107,6 +137,9 @@ class DrafterBackbone(nn.Module):
 
     def prepare_for_serving(self, mode: LinearMode) -> None:
         """Stack the context projections of all layers into one product and set the arithmetic of every linear."""
+        if self.contract.latent is not None or not self.contract.has_qk_norm:
+            set_linear_mode(self, mode)
+            return
         stacked = Linear(self.contract.hidden_size, 0, bias=self.contract.attention_bias)
         attentions = [layer.self_attn for layer in self._decoder_layers()]
         weights = [attention.qkv_proj.weight[attention.q_size :] for attention in attentions]

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from paceline.checkpoint.contract import DrafterFamily
+from paceline.models.drafters.block_drafter import BlockDrafter
 from paceline.models.drafters.dflash import DFlashDrafter
+from paceline.models.drafters.dspark import DSparkDrafter
 
-DRAFTERS: dict[DrafterFamily, type[DFlashDrafter]] = {"dflash": DFlashDrafter}
+BLOCK_DRAFTERS: dict[DrafterFamily, type[BlockDrafter]] = {
+    "dflash": DFlashDrafter,
+    "dspark": DSparkDrafter,
+}

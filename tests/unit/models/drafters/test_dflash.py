@@ -14,13 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from scipy.stats import chisquare
+from tests.fakes import Lending
 from tests.unit.models.conftest import CachedContext, drafter_contract, tiny_drafter
 from torch import Tensor
 
 from paceline.checkpoint.contract import RopeSettings, TargetLayerId
-from paceline.models.drafters.dflash import MAX_CANDIDATES, DFlashDrafter
-from paceline.models.drafters.proposal import Proposal
-from paceline.models.drafters.table import DRAFTERS
+from paceline.models.drafters.dflash import DFlashDrafter
+from paceline.models.drafters.proposal import MAX_CANDIDATES, DraftSampling, Proposal
+from paceline.models.drafters.table import BLOCK_DRAFTERS
 
 PEER = Path(__file__).parents[3] / "data" / "dflash_peer.safetensors"
 
@@ -118,7 +119,7 @@ def test_blocks_agree_with_a_slow_float64_twin(changes: dict[str, Any]) -> None:
     embeddings = torch.randn(4, 24)
     context = CachedContext(drafter)
     context.extend(taps)
-    found = context.draft(embeddings)
+    found = context.draft(embeddings * drafter.contract.input_embedding_scale)
     torch.testing.assert_close(found.double(), slow_block(drafter, taps, embeddings), rtol=1e-4, atol=2e-5)
     # The twin must be able to tell: any other contract with the same weights gives something else.
     for field, value in (("layer_causal", (True, True)), ("layer_windows", (2, 2)), ("input_embedding_scale", 0.5)):
@@ -188,9 +189,9 @@ def replay_peer(stored: dict[str, Tensor], name: str, drafter: DFlashDrafter) ->
         new = features[context.length : context.length + num_new]
         context.extend([new[:, :16], new[:, 16:]])
         ids = drafter.block_ids(output_ids[context.length].reshape(1), 3)[0]
-        hidden = context.draft(stored["embedding"].float()[ids])
+        hidden = context.draft(drafter.embed(ids, Lending(stored["embedding"].float(), stored["head"].float())))
         worst = max(worst, float((hidden - stored[f"{name}.hidden"][index]).abs().max()))
-        logits = drafter.draft_logits(hidden[1:] @ stored["head"].float().T)
+        logits = drafter.vocabulary.transform(hidden[1:] @ stored["head"].float().T)
         same &= torch.equal(logits.argmax(-1), stored[f"{name}.proposals"][index])
     return worst, same
 
@@ -226,20 +227,21 @@ def test_a_block_is_the_anchor_and_masks() -> None:
     drafter = tiny_drafter()
     assert drafter.block_ids(torch.tensor([5, 9]), 3).tolist() == [[5, 60, 60, 60], [9, 60, 60, 60]]
     assert drafter.block_ids(torch.tensor([[5], [9]]), 1).tolist() == [[[5, 60]], [[9, 60]]]
-    assert DRAFTERS["dflash"] is DFlashDrafter
+    assert BLOCK_DRAFTERS["dflash"] is DFlashDrafter
 
 
 def test_multiplier_comes_before_the_soft_cap() -> None:
     logits = torch.tensor([[-8.0, 0.5, 4.0]])
     drafter = tiny_drafter(output_multiplier=2.0, final_logit_softcapping=5.0)
-    torch.testing.assert_close(drafter.draft_logits(logits), 5 * torch.tanh(2 * logits / 5))
-    assert torch.equal(tiny_drafter().draft_logits(logits), logits)
+    torch.testing.assert_close(drafter.vocabulary.transform(logits), 5 * torch.tanh(2 * logits / 5))
+    assert torch.equal(tiny_drafter().vocabulary.transform(logits), logits)
 
 
 def test_the_embedding_scale_touches_block_rows_alone() -> None:
-    rows = torch.randn(2, 4, 24)
-    assert torch.equal(tiny_drafter(input_embedding_scale=2.0).embed_block(rows), rows * 2)
-    assert torch.equal(tiny_drafter().embed_block(rows), rows)
+    table, ids = torch.randn(61, 24), torch.tensor([[5, 60, 60]])
+    target = Lending(table, table)
+    assert torch.equal(tiny_drafter(input_embedding_scale=2.0).embed(ids, target), table[ids] * 2)
+    assert torch.equal(tiny_drafter().embed(ids, target), table[ids])
 
 
 def propose(
@@ -252,20 +254,21 @@ def propose(
 ) -> Proposal:
     num_requests = logits_BKV.shape[0]
     temperatures = temperature if isinstance(temperature, list) else [temperature] * num_requests
-    return tiny_drafter().propose(
-        logits_BKV,
+    sampling = DraftSampling(
         method="probabilistic",
         temperature_B=torch.tensor(temperatures),
         seed_B=seed if isinstance(seed, Tensor) else torch.full((num_requests,), seed),
         position_B=torch.full((num_requests,), position),
         step_B=torch.full((num_requests,), step),
     )
+    return tiny_drafter().propose(logits_BKV[..., :0], logits_BKV, torch.zeros(num_requests).long(), sampling)
 
 
 def test_greedy_proposals_are_one_hot_argmaxes() -> None:
     logits = torch.randn(3, 4, 61)
-    arguments = {name: torch.zeros(3, dtype=torch.long) for name in ("seed_B", "position_B", "step_B")}
-    proposal = tiny_drafter().propose(logits, method="greedy", temperature_B=torch.ones(3), **arguments)
+    zeros = torch.zeros(3, dtype=torch.long)
+    sampling = DraftSampling("greedy", torch.ones(3), zeros, zeros, zeros)
+    proposal = tiny_drafter().propose(logits[..., :0], logits, zeros, sampling)
     assert torch.equal(proposal.ids_BK, logits.argmax(-1))
     assert proposal.candidate_ids_BKC is None and proposal.log_q_BKC is None
 
@@ -274,7 +277,7 @@ def test_greedy_proposals_are_one_hot_argmaxes() -> None:
 def test_probabilities_are_normalised_over_unique_candidates_that_hold_the_draw(vocab_size: int) -> None:
     logits = torch.randn(6, 3, vocab_size) * 3
     proposal = propose(logits, temperature=0.7)
-    ids, candidates, log_q = proposal
+    ids, candidates, log_q = proposal[:3]
     assert candidates is not None and log_q is not None
     assert candidates.shape == log_q.shape == (6, 3, min(vocab_size, MAX_CANDIDATES))
     assert log_q.dtype == torch.float32

@@ -11,4 +11,5 @@ def test_a_proposal_is_one_hot_unless_it_says_otherwise() -> None:
     one_hot = Proposal(torch.tensor([[1, 2, -1]]))
     assert one_hot.candidate_ids_BKC is None and one_hot.log_q_BKC is None
     ids, candidates, log_q = torch.tensor([[1]]), torch.tensor([[[1, 4]]]), torch.tensor([[[0.25, 0.75]]]).log()
-    assert Proposal(ids, candidates, log_q) == (ids, candidates, log_q)
+    proposal = Proposal(ids, candidates, log_q)
+    assert proposal.candidate_ids_BKC is candidates and proposal.log_q_BKC is log_q and proposal.confidence_BK is None

@@ -1,0 +1,74 @@
+"""The two ends of a drafter: embedding rows in, scores out, and which target ids the scores stand for.
+
+A drafter borrows the target's embedding and output head unless it brings its own; a copy that equals the target's bit
+for bit is dropped at load. B requests, Q block rows, D width, V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from paceline.checkpoint.contract import DrafterContract
+from paceline.models.layers import Linear
+
+
+class Lender(Protocol):
+    """What a target lends: raw embedding rows, and scores through its own head, quantised or not."""
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Raw rows, [...] to [..., D]."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., D] to [..., target vocabulary]."""
+        ...
+
+
+class DraftVocabulary(nn.Module):
+    """Own or borrowed embedding and head, embedding scale, logit transforms, reduced vocabulary.
+
+    Args:
+        contract: says which parts the drafter brings.
+    """
+
+    def __init__(self, contract: DrafterContract) -> None:
+        super().__init__()
+        self.contract = contract
+        self.embed_tokens: nn.Embedding | None = None
+        if contract.has_own_embedding:
+            self.embed_tokens = nn.Embedding(contract.vocab_size, contract.hidden_size)
+        self.lm_head = Linear(contract.hidden_size, contract.draft_vocab_size) if contract.has_own_head else None
+        self.mask_embedding_D: Tensor | None
+        mask = torch.zeros(contract.hidden_size) if contract.has_mask_embedding else None
+        self.register_buffer("mask_embedding_D", mask, persistent=False)
+        self.target_ids_V: Tensor | None  # int64, the target id of every draft id; None where they are the same
+        identity = torch.arange(contract.draft_vocab_size) if contract.has_vocabulary_map else None
+        self.register_buffer("target_ids_V", identity, persistent=False)
+
+    def embed(self, token_ids: Tensor, target: Lender) -> Tensor:
+        """Embedding rows as the drafter was trained to read them: mask row replaced first, then scaled."""
+        rows: Tensor = target.embed(token_ids) if self.embed_tokens is None else self.embed_tokens(token_ids)
+        if self.mask_embedding_D is not None:
+            is_mask = (token_ids == self.contract.mask_token_id).unsqueeze(-1)
+            rows = torch.where(is_mask, self.mask_embedding_D.to(rows.dtype), rows)
+        scale = self.contract.input_embedding_scale
+        return rows if scale == 1.0 else rows * scale
+
+    def logits(self, hidden: Tensor, target: Lender) -> Tensor:
+        """Draft scores of hidden rows, [..., D] to [..., V]: head, then multiplier, then soft-cap."""
+        return self.transform(target.logits(hidden) if self.lm_head is None else self.lm_head(hidden))
+
+    def transform(self, head_logits: Tensor) -> Tensor:
+        """Multiplier first, then soft-cap, on the head's scores."""
+        logits = head_logits
+        if self.contract.output_multiplier != 1.0:
+            logits = logits * self.contract.output_multiplier
+        cap = self.contract.final_logit_softcapping
+        return logits if not cap else torch.tanh(logits / cap) * cap
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Target ids of draft ids; the same tensor where the vocabularies are one."""
+        return draft_ids if self.target_ids_V is None else self.target_ids_V[draft_ids]
