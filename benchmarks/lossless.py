@@ -125,7 +125,8 @@ def untrained_like(trained: LoadedDrafter, target: LoadedTarget, *, seed: int) -
     """A drafter of the same contract with random weights, in the target's dtype, on its device, ready to serve."""
     import torch
 
-    from paceline.models.loading import LoadedDrafter, empty_drafter, initialise_drafter
+    from paceline.models.building import empty_drafter, initialise_drafter
+    from paceline.models.loading import LoadedDrafter
 
     weight = target.model.norm.weight
     drafter = empty_drafter(trained.contract, weight.dtype, weight.device)

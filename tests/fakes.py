@@ -152,6 +152,9 @@ class TableProposer:
     def write_context(self, rows: Rows, taps: Sequence[Tensor], positions_BT: Tensor) -> None:
         """A table needs no context."""
 
+    def settle(self, rows: Rows, token_ids_BT: Tensor, ends_B: Tensor, next_ids_B: Tensor) -> None:
+        """Nothing depends on it."""
+
     def propose(self, rows: Rows, state: SlotState, *, all_greedy: bool) -> Proposal:
         """Draw K drafts per request."""
         settings = state.sampling_rows(rows.slots_B)

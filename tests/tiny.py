@@ -13,9 +13,19 @@ import torch
 from tests.fakes import ByteTokenizer
 from torch import nn
 
-from paceline.checkpoint.contract import DrafterContract, MarkovSettings, RopeSettings, TargetContract, TargetLayerId
+from paceline.checkpoint.contract import (
+    ConvolutionSettings,
+    DrafterContract,
+    DrafterFamily,
+    Eagle3Settings,
+    MarkovSettings,
+    RopeSettings,
+    SelectorSettings,
+    TargetContract,
+    TargetLayerId,
+)
 from paceline.models.drafters.block_drafter import BlockDrafter
-from paceline.models.drafters.table import BLOCK_DRAFTERS
+from paceline.models.drafters.table import DRAFTERS, Drafter
 from paceline.models.layers import LinearMode, set_linear_mode
 from paceline.models.loading import LoadedDrafter, LoadedTarget
 from paceline.models.targets.dense import DenseTarget
@@ -24,7 +34,20 @@ Family = Literal["llama", "qwen3"]
 VOCAB_SIZE = 512
 EOS_ID = 2
 PARTS_OF_FAMILY: dict[str, dict[str, Any]] = {
+    "dflash2": {
+        "convolution": ConvolutionSettings(num_taps=2, group_size=8),
+        "selector": SelectorSettings(rank=8, top_k=6),
+    },
     "dspark": {"layout": "anchor_sampling", "markov": MarkovSettings(rank=8, kind="vanilla")},
+    "eagle3": {
+        "layout": "autoregressive",
+        "num_layers": 1,
+        "has_tap_norm": False,
+        "has_qk_norm": False,
+        "eagle3": Eagle3Settings(
+            norm_before_residual=True, norm_before_fc=False, norm_output=False, doubles_every_layer=False
+        ),
+    },
 }
 
 
@@ -100,14 +123,14 @@ def tiny_drafter_contract(target: TargetContract, **changes: Any) -> DrafterCont
     fields |= PARTS_OF_FAMILY.get(changes.get("family", "dflash"), {}) | changes
     num_layers = fields["num_layers"]
     fields.setdefault("layer_windows", (None,) * num_layers)
-    fields.setdefault("layer_causal", (False,) * num_layers)
+    fields.setdefault("layer_causal", (fields["layout"] == "autoregressive",) * num_layers)
     return DrafterContract(**fields)
 
 
-def tiny_drafter(target: TargetContract, seed: int = 0, **changes: Any) -> BlockDrafter:
+def tiny_drafter(target: TargetContract, seed: int = 0, **changes: Any) -> Drafter:
     """A random drafter for a target; its acceptance is next to nothing."""
     contract = tiny_drafter_contract(target, **changes)
-    drafter = BLOCK_DRAFTERS[contract.family](contract)
+    drafter = DRAFTERS[contract.family](contract)
     _fill(drafter, seed + 1_000)
     if contract.has_vocabulary_map:
         generator = torch.Generator().manual_seed(seed)
@@ -124,6 +147,7 @@ def loaded(
     dtype: torch.dtype = torch.float32,
     tokenizer: Any = None,
     target_changes: dict[str, Any] | None = None,
+    drafter_family: DrafterFamily = "dflash",
     **drafter_changes: Any,
 ) -> tuple[LoadedTarget, LoadedDrafter]:
     """A target and a drafter as `models/loading.py` would return them.
@@ -135,10 +159,11 @@ def loaded(
         dtype: of both.
         tokenizer: a `ByteTokenizer` if None.
         target_changes: fields of the target's contract.
+        drafter_family: of the drafter.
         drafter_changes: fields of the drafter's contract.
     """
     target = tiny_target(family, seed, **(target_changes or {})).to(dtype)
-    drafter = tiny_drafter(target.contract, seed, **drafter_changes).to(dtype)
+    drafter = tiny_drafter(target.contract, seed, family=drafter_family, **drafter_changes).to(dtype)
     return wrap_target(target, linear_mode, tokenizer), wrap_drafter(drafter, linear_mode)
 
 
@@ -150,10 +175,11 @@ def wrap_target(target: DenseTarget, linear_mode: LinearMode = "row_invariant", 
 
 
 def wrap_drafter(
-    drafter: BlockDrafter, linear_mode: LinearMode = "row_invariant", num_draft_tokens: int | None = None
+    drafter: Drafter, linear_mode: LinearMode = "row_invariant", num_draft_tokens: int | None = None
 ) -> LoadedDrafter:
     """Prepare a drafter for serving."""
-    drafter.backbone.position_table = drafter.backbone.position_table.float()
+    holder = drafter.backbone if isinstance(drafter, BlockDrafter) else drafter
+    holder.position_table = holder.position_table.float()
     drafter.prepare_for_serving(linear_mode)
     return LoadedDrafter(drafter, drafter.contract, num_draft_tokens or drafter.contract.num_draft_tokens)
 

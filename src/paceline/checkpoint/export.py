@@ -6,34 +6,44 @@ without any error and accept little.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from paceline.checkpoint.contract import DrafterContract
-from paceline.checkpoint.dialects import write_drafter_config
-from paceline.checkpoint.drafter_keys import ARCHITECTURE
+from paceline.checkpoint.dialects import (
+    Dialect,
+    contract_from_config,
+    file_names,
+    is_drafter_config,
+    write_drafter_config,
+)
+from paceline.checkpoint.dialects.files import CONFIG_FILE, MASK_FILE
+from paceline.checkpoint.dialects.tensors import D2T, T2D
 from paceline.checkpoint.locate import read_json
 from paceline.checkpoint.names import drafter_slots
 from paceline.checkpoint.weights import (
+    INDEX_FILE,
     SINGLE_FILE,
     Destination,
     disk_full_as_capacity_error,
+    replacing,
     save_safetensors,
     sync_to_disk,
     write_text_atomic,
 )
 from paceline.errors import CheckpointError
 
-CONFIG_FILE = "config.json"
 FINGERPRINT_FILE = "fingerprint.safetensors"
 PROVENANCE_FILE = "provenance.json"
-_OUR_FILES = frozenset({CONFIG_FILE, SINGLE_FILE, FINGERPRINT_FILE, PROVENANCE_FILE})
+_OUR_FILES = frozenset({CONFIG_FILE, INDEX_FILE, PROVENANCE_FILE, MASK_FILE, "hf_quant_config.json"})
 
 
 def write_drafter_folder(
@@ -42,8 +52,13 @@ def write_drafter_folder(
     tensors: Mapping[str, Tensor],
     fingerprint: Mapping[str, Tensor] | None,
     provenance: Mapping[str, object],
+    *,
+    dialect: Dialect | None = None,
+    draft_to_target: Tensor | None = None,
+    mask_embedding: Tensor | None = None,
+    extra_files: Sequence[Path] = (),
 ) -> None:
-    """Write a drafter folder in the z-lab layout.
+    """Write a drafter folder.
 
     A drafter folder that is already there is replaced as a whole; files of its that this function does not write, such
     as a model card, are kept.
@@ -51,37 +66,55 @@ def write_drafter_folder(
     Args:
         folder: where it shall be.
         contract: goes into config.json.
-        tensors: by checkpoint name, exactly those that the contract calls for; stored in their own dtype.
+        tensors: by canonical name, exactly those that the contract calls for; stored in their own dtype.
         fingerprint: a probe to replay at load, or None.
         provenance: JSON values: data, command, seed, commit and so on.
+        dialect: layout of config and names; by default the native one of the family, "zlab".
+        draft_to_target: int64 [draft vocabulary], the target id of every draft id; just where the contract has a
+            vocabulary of its own. Stored as offsets (`d2t`) and as a mark on every target id (`t2d`).
+        mask_embedding: float [D], what replaces the mask token's embedding; just where the contract says so.
+        extra_files: files to copy in under their own names, such as a tokenizer's.
     Raises:
         CheckpointError: the folder exists and is not a drafter's, the tensors do not match the contract or hold NaN or
             infinity, or the contract cannot be written in this dialect.
         CapacityError: the disk is full. Nothing is left behind then, nor after any other exception.
     """
     folder = folder.resolve()  # "." has no name to put a mark beside
+    layout: Dialect = "zlab" if dialect is None else dialect
     _refuse_foreign_folder(folder)
     _check_tensors(contract, tensors)
-    config = json.dumps(write_drafter_config(contract), indent=2, allow_nan=False) + "\n"
+    _check_mask(contract, mask_embedding)
+    stored_names = file_names(contract, layout)
+    stored = {stored_names[name]: tensor for name, tensor in tensors.items()}
+    stored |= _vocabulary_tables(contract, draft_to_target)
+    config = _config_text(contract, layout, stored, folder)
     history = json.dumps(dict(provenance), indent=2, allow_nan=False) + "\n"
     mark = secrets.token_hex(4)
     temporary, retired = folder.with_name(f"{folder.name}.tmp-{mark}"), folder.with_name(f"{folder.name}.old-{mark}")
+    new_parents = [parent for parent in folder.parents if not parent.exists()]
     with disk_full_as_capacity_error(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
         try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
             temporary.mkdir()
             if folder.is_dir():
                 _keep_other_files(folder, temporary)
+            for file in extra_files:
+                shutil.copy2(file, temporary / file.name)
+                sync_to_disk(temporary / file.name)
             write_text_atomic(temporary / CONFIG_FILE, config)
             metadata = {"paceline_contract": "drafter", "target_layer_ids": str(list(contract.target_layer_ids))}
-            save_safetensors(temporary / SINGLE_FILE, tensors, metadata)
+            save_safetensors(temporary / SINGLE_FILE, _apart(stored), metadata)
             if fingerprint is not None:
-                save_safetensors(temporary / FINGERPRINT_FILE, fingerprint, {})
+                save_safetensors(temporary / FINGERPRINT_FILE, _apart(fingerprint), {})
+            if mask_embedding is not None:
+                _save_mask(temporary / MASK_FILE, mask_embedding, contract.mask_token_id)
             write_text_atomic(temporary / PROVENANCE_FILE, history)
             sync_to_disk(temporary)
             _swap_in(temporary, folder, retired)
-        finally:
+        except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
+            _remove_empty(new_parents)
+            raise
         sync_to_disk(folder.parent)
 
 
@@ -106,17 +139,35 @@ def split_fused(parameters: Mapping[str, Tensor], destinations: Mapping[str, Des
 
 
 def _refuse_foreign_folder(folder: Path) -> None:
+    """Only a drafter in one of the layouts that are read here may be replaced."""
     if not folder.exists():
         return
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is a file; a drafter is written as a folder", hint="another output folder")
     if not any(folder.iterdir()):
         return
-    config = folder / CONFIG_FILE
-    if not config.is_file():
+    if not (folder / CONFIG_FILE).is_file():
         raise CheckpointError(f"{folder} holds files but no drafter; it stays as it is", hint="another output folder")
-    if read_json(config).get("architectures") != [ARCHITECTURE]:
+    if not is_drafter_config(read_json(folder / CONFIG_FILE)):
         raise CheckpointError(f"{folder} holds another kind of model; it stays as it is", hint="another output folder")
+
+
+def _config_text(contract: DrafterContract, dialect: Dialect, stored: Collection[str], folder: Path) -> str:
+    """The config as it will be read; a promise that gets lost on the way would be served otherwise than trained."""
+    config = write_drafter_config(contract, dialect)
+    again = contract_from_config(config, str(folder / CONFIG_FILE), stored)
+    # these two follow from other files
+    again = dataclasses.replace(
+        again, has_mask_embedding=contract.has_mask_embedding, quantization=contract.quantization
+    )
+    lost = [
+        f"{field.name} {getattr(contract, field.name)!r} would be read as {getattr(again, field.name)!r}"
+        for field in dataclasses.fields(contract)
+        if field.name != "origin" and getattr(contract, field.name) != getattr(again, field.name)
+    ]
+    if lost:
+        raise CheckpointError(f"the {dialect} layout cannot state this drafter: {'; '.join(lost)}")
+    return json.dumps(config, indent=2, allow_nan=False) + "\n"
 
 
 def _check_tensors(contract: DrafterContract, tensors: Mapping[str, Tensor]) -> None:
@@ -133,9 +184,63 @@ def _check_tensors(contract: DrafterContract, tensors: Mapping[str, Tensor]) -> 
         raise CheckpointError(f"the tensors do not match the drafter's contract: {'; '.join(problems[:8])}{more}")
 
 
+def _check_mask(contract: DrafterContract, mask_embedding: Tensor | None) -> None:
+    if contract.has_mask_embedding != (mask_embedding is not None):
+        raise CheckpointError(
+            f"the contract {'asks for' if contract.has_mask_embedding else 'has no place for'} a mask embedding, and "
+            f"{'one' if mask_embedding is not None else 'none'} was given"
+        )
+    if mask_embedding is None:
+        return
+    if tuple(mask_embedding.shape) != (contract.hidden_size,) or not bool(torch.isfinite(mask_embedding).all()):
+        raise CheckpointError(
+            f"the mask embedding is {list(mask_embedding.shape)}, expected [{contract.hidden_size}] and finite numbers"
+        )
+
+
+def _vocabulary_tables(contract: DrafterContract, draft_to_target: Tensor | None) -> dict[str, Tensor]:
+    """`d2t` int64 [draft vocabulary]: target id minus draft id; `t2d` bool [target vocabulary]."""
+    if contract.has_vocabulary_map != (draft_to_target is not None):
+        raise CheckpointError(
+            f"the drafter proposes {contract.draft_vocab_size} ids of a target with {contract.target_vocab_size}, and "
+            f"{'a' if draft_to_target is not None else 'no'} table of target ids was given"
+        )
+    if draft_to_target is None:
+        return {}
+    ids = draft_to_target.cpu()
+    is_table = ids.dtype == torch.int64 and tuple(ids.shape) == (contract.draft_vocab_size,)
+    is_ascending = is_table and bool((ids.diff() > 0).all())
+    if not is_ascending or int(ids[0]) < 0 or int(ids[-1]) >= contract.target_vocab_size:
+        raise CheckpointError(
+            f"the table of target ids is {ids.dtype} {list(ids.shape)}; expected int64 [{contract.draft_vocab_size}], "
+            f"each id below {contract.target_vocab_size} and larger than the one before"
+        )
+    is_drafted = torch.zeros(contract.target_vocab_size, dtype=torch.bool)
+    is_drafted[ids] = True
+    return {D2T: ids - torch.arange(len(ids)), T2D: is_drafted}
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of one memory, such as a tied embedding and head, as copies: the file format has no sharing."""
+    seen: set[int] = set()
+    apart: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        place = tensor.untyped_storage().data_ptr()
+        apart[name] = tensor.clone() if place in seen else tensor
+        seen.add(place)
+    return apart
+
+
+def _save_mask(path: Path, embedding: Tensor, mask_token_id: int) -> None:
+    content = {"embedding": embedding.detach().cpu().clone(), "mask_token_id": mask_token_id}
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        torch.save(content, file)
+
+
 def _keep_other_files(old: Path, new: Path) -> None:
     for entry in old.iterdir():
-        if entry.name in _OUR_FILES:
+        # weights of any name go: a shard that stayed would contradict the new file
+        if entry.name in _OUR_FILES or entry.suffix == ".safetensors":
             continue
         if entry.is_dir():
             shutil.copytree(entry, new / entry.name, symlinks=True)
@@ -156,3 +261,10 @@ def _swap_in(temporary: Path, folder: Path, retired: Path) -> None:
             retired.rename(folder)
         raise
     shutil.rmtree(retired, ignore_errors=True)
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """Take away parents that were made for nothing, the innermost first; one that somebody else uses by now stays."""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()

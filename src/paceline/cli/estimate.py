@@ -6,6 +6,7 @@ is timed here and now, at the share of it that training reaches. It says minutes
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -21,12 +22,9 @@ _MIB = 2**20
 
 def num_drafter_parameters(contract: DrafterContract) -> int:
     """Trained parameters of a drafter."""
-    width, taps = contract.hidden_size, contract.num_taps
-    queries, keys = contract.num_heads * contract.head_size, contract.num_kv_heads * contract.head_size
-    layer = 2 * width * queries + 2 * width * keys + 3 * width * contract.intermediate_size
-    layer += 2 * width + 2 * contract.head_size
-    joined = taps * contract.target_hidden_size
-    return contract.num_layers * layer + joined * width + 2 * width + (joined if contract.has_tap_norm else 0)
+    from paceline.checkpoint.names import drafter_slots
+
+    return sum(math.prod(slot.shape) for slot in drafter_slots(contract))
 
 
 def num_target_parameters(contract: TargetContract) -> int:

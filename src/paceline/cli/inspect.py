@@ -85,18 +85,16 @@ def _read_target(name: str, *, offline: bool) -> TargetContract:
 
 
 def _is_drafter(path: Path) -> bool:
-    """Whether a folder's config names a draft architecture; a damaged config is left to the strict readers."""
+    """Whether a folder's config describes a drafter; a damaged config is left to the strict readers."""
     import json
+
+    from paceline.checkpoint.dialects import is_drafter_config
 
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    if not isinstance(config, dict):
-        return False
-    names = config.get("architectures")
-    architectures = [str(name) for name in names] if isinstance(names, list) else []
-    return "dflash_config" in config or any("draft" in name.lower() for name in architectures)
+    return isinstance(config, dict) and is_drafter_config(config)
 
 
 def _described(contract: TargetContract | DrafterContract) -> dict[str, object]:

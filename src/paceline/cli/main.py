@@ -17,6 +17,8 @@ import typer
 from typer.core import TyperGroup
 
 from paceline import __version__
+from paceline.cli.check import check
+from paceline.cli.convert import convert
 from paceline.cli.doctor import doctor
 from paceline.cli.evaluate import evaluate
 from paceline.cli.generate import generate
@@ -91,7 +93,7 @@ def _top(
     """Block-drafting speculative decoding: train, check and serve drafters that ride on a target's hidden states."""
 
 
-for verb in (generate, train, evaluate, inspect, doctor):
+for verb in (generate, train, evaluate, inspect, check, convert, doctor):
     app.command()(verb)
 
 

@@ -32,6 +32,7 @@ from paceline.configuration.fields import (
 )
 
 LossName = Literal["kl", "ce"]
+DrafterFamily = Literal["dflash", "dflash2"]
 LinearMode = Literal["auto", "plain", "packed", "row_invariant"]
 
 
@@ -45,6 +46,9 @@ class TargetSettings(Settings):
 class DrafterSettings(Settings):
     """Shape of the drafter and of the block that it proposes."""
 
+    family: DrafterFamily = Field(
+        "dflash", description="dflash predicts each position on its own, dflash2 lets neighbours agree on a text"
+    )
     num_layers: Count = Field(4, le=64, description="decoder layers of the drafter")
     intermediate_size: Count = Field(1280, description="width of the drafter's MLP")
     target_layer_ids: Annotated[tuple[Integer, ...] | None, OrNone] = Field(
@@ -53,6 +57,10 @@ class DrafterSettings(Settings):
     num_taps: Count = Field(5, le=32, description="number of tapped target layers")
     block_size: Count = Field(8, ge=2, le=64, description="rows of one drafter pass, anchor included")
     tap_norm: Flag = Field(True, description="whether each tap has its own RMSNorm before the projection")
+    conv_kernel_size: Count = Field(2, le=64, description="dflash2: rows that its convolution reads, itself included")
+    conv_group_size: Count = Field(16, description="dflash2: channels that share a coefficient of the convolution")
+    selector_rank: Count = Field(64, description="dflash2: width of the selector's two tables, a row per token each")
+    selector_top_k: Count = Field(16, le=32, description="dflash2: candidates per position")
     mask_token_id: CountOrZero = Field(
         description="token id that fills the rows after the anchor: one that no text holds, such as an unused row"
     )
@@ -155,6 +163,7 @@ class ObjectiveSettings(Settings):
         4.0, description='row k of a block weighs exp(-(k-1)/gamma); "none" weighs all rows alike'
     )
     chunk_rows: Count = Field(4096, description="rows whose logits exist at the same time")
+    selector_weight: NumberOrZero = Field(1.0, description="dflash2: weight of the selector's loss beside the rest")
 
     @field_validator("loss")
     @classmethod

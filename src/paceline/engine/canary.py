@@ -19,11 +19,14 @@ from torch import Tensor
 
 from paceline.checkpoint.contract import TargetLayerId
 from paceline.engine.cache import KeyValueCache
+from paceline.engine.direct_drafts import direct_sequential_drafts
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.proposal import Proposer, Rows
 from paceline.engine.request import RequestResult, SamplingParameters
 from paceline.engine.slots import SlotState
 from paceline.models.attends import WholeSequence
+from paceline.models.drafters.block_drafter import BlockDrafter
+from paceline.models.drafters.eagle3 import Eagle3Drafter
 from paceline.models.drafters.proposal import DraftSampling, Proposal
 from paceline.models.loading import LoadedDrafter, LoadedTarget
 from paceline.models.taps import TapCollector
@@ -84,6 +87,9 @@ class ReplayProposer:
     def write_context(self, rows: Rows, taps: Sequence[Tensor], positions_BT: Tensor) -> None:
         """A replay needs no context."""
 
+    def settle(self, rows: Rows, token_ids_BT: Tensor, ends_B: Tensor, next_ids_B: Tensor) -> None:
+        """Nor does it care what became of its drafts."""
+
     def propose(self, rows: Rows, state: SlotState, *, all_greedy: bool) -> Proposal:
         """The tokens that follow each anchor in its script, -1 beyond its end."""
         lengths: list[int] = state.lengths[rows.slots_B].tolist()
@@ -123,6 +129,10 @@ class WatchedProposer:
     def write_context(self, rows: Rows, taps: Sequence[Tensor], positions_BT: Tensor) -> None:
         """As served."""
         self._inner.write_context(rows, taps, positions_BT)
+
+    def settle(self, rows: Rows, token_ids_BT: Tensor, ends_B: Tensor, next_ids_B: Tensor) -> None:
+        """As served."""
+        self._inner.settle(rows, token_ids_BT, ends_B, next_ids_B)
 
     def propose(self, rows: Rows, state: SlotState, *, all_greedy: bool) -> Proposal:
         """Note the drafter's own block and give a partly wrong one."""
@@ -286,23 +296,42 @@ def count_equal_drafts(
     Returns:
         How many drafts come out the same.
     """
-    model, contract = drafter.model, drafter.contract
+    model = drafter.model
     text_1T = torch.tensor([text], device=target.norm.weight.device)
     positions_T = torch.arange(len(text), device=text_1T.device)
-    taps = TapCollector.of_layers(contract.target_layer_ids)
-    target(text_1T, positions_T.unsqueeze(0), WholeSequence(), taps)
-    context = model.backbone.context_kv(model.backbone.context_features(taps.collected())[0], positions_T)
+    collector = TapCollector.of_layers(drafter.contract.target_layer_ids)
+    target(text_1T, positions_T.unsqueeze(0), WholeSequence(), collector)
+    taps = collector.collected()
     num_equal = 0
+    if isinstance(model, Eagle3Drafter):
+        features_1TD = model.features(taps)
+        for n, drafts in blocks:
+            ids = direct_sequential_drafts(target, model, text_1T, features_1TD, n, len(drafts))
+            num_equal += sum(a == b for a, b in zip(ids, drafts, strict=True))
+        return num_equal
+    context = model.backbone.context_kv(model.backbone.context_features(taps)[0], positions_T)
     for n, drafts in blocks:
-        anchors_1 = text_1T[:, n]
-        block_ids = model.block_ids(anchors_1, len(drafts))
-        embeddings = model.embed(block_ids, target).to(model.backbone.fc.weight.dtype)
-        positions_1Q = n + torch.arange(block_ids.shape[1], device=text_1T.device).unsqueeze(0)
         before = [(k[:n], v[:n]) for k, v in context]
-        attend = _DirectBlock(before, contract.layer_windows, contract.layer_causal)
-        hidden = model.predicted_rows(model.backbone(embeddings, positions_1Q, attend)).to(target.norm.weight.dtype)
-        nobody = torch.zeros_like(anchors_1)
-        greedy = DraftSampling("greedy", nobody.float(), nobody, nobody, nobody)
-        ids: list[int] = model.propose(hidden, model.logits(hidden, target), anchors_1, greedy).ids_BK[0].tolist()
+        ids = _direct_block_drafts(target, model, text_1T[:, n], n, before, len(drafts))
         num_equal += sum(a == b for a, b in zip(ids, drafts, strict=True))
     return num_equal
+
+
+def _direct_block_drafts(
+    target: DenseTarget,
+    model: BlockDrafter,
+    anchors_1: Tensor,
+    position: int,
+    context: Sequence[tuple[Tensor, Tensor]],
+    num_drafts: int,
+) -> list[int]:
+    """Greedy drafts of one block over given context keys and values."""
+    block_ids = model.block_ids(anchors_1, num_drafts)
+    embeddings = model.embed(block_ids, target).to(model.backbone.fc.weight.dtype)
+    positions_1Q = position + torch.arange(block_ids.shape[1], device=anchors_1.device).unsqueeze(0)
+    attend = _DirectBlock(context, model.contract.layer_windows, model.contract.layer_causal)
+    hidden = model.predicted_rows(model.backbone(embeddings, positions_1Q, attend)).to(target.norm.weight.dtype)
+    nobody = torch.zeros_like(anchors_1)
+    greedy = DraftSampling("greedy", nobody.float(), nobody, nobody, nobody)
+    ids: list[int] = model.propose(hidden, model.logits(hidden, target), anchors_1, greedy).ids_BK[0].tolist()
+    return ids

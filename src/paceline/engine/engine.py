@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from paceline.checkpoint.contract import DrafterContract
 from paceline.engine.attends import AttentionChoice
 from paceline.engine.cache import KeyValueCache
 from paceline.engine.counters import Counters, EngineStats
@@ -24,10 +26,12 @@ from paceline.engine.prefill import PrefillChunk, prefill_chunk
 from paceline.engine.proposal import BlockProposer, Proposer, Rows
 from paceline.engine.request import FinishReason, RequestDelta, RequestResult, SamplingParameters, check_prompt
 from paceline.engine.running import RunningRequest
+from paceline.engine.sequential_proposal import SequentialProposer, spare_positions
 from paceline.engine.settings import EngineSettings, context_length, draft_tokens_per_step
 from paceline.engine.slots import SamplingFlags, SlotState
 from paceline.engine.step import StepBatch, decode_step
 from paceline.errors import RequestError
+from paceline.models.drafters.eagle3 import Eagle3Drafter
 from paceline.models.loading import LoadedDrafter, LoadedTarget
 from paceline.trace.step import RequestTrace
 
@@ -82,7 +86,7 @@ class Engine:
         )
         self._proposer = proposer
         if drafter is not None and proposer is None:
-            self._proposer = self._block_proposer(drafter, num_draft_tokens, capacity)
+            self._proposer = self._own_proposer(drafter, num_draft_tokens, capacity)
         self._state = SlotState(
             settings.max_num_seqs,
             num_draft_tokens=num_draft_tokens,
@@ -98,10 +102,25 @@ class Engine:
         self._counters = Counters(num_draft_tokens)
         self._is_mid_step = False
 
-    def _block_proposer(self, drafter: LoadedDrafter, num_draft_tokens: int, capacity: int) -> BlockProposer:
-        contract, weight = drafter.contract, drafter.model.backbone.fc.weight
-        num_kv_heads, head_size = drafter.model.backbone.cache_shape
-        cache = KeyValueCache(
+    def _own_proposer(self, drafter: LoadedDrafter, num_draft_tokens: int, capacity: int) -> Proposer:
+        model, contract = drafter.model, drafter.contract
+        method = self.settings.draft_sample_method or contract.draft_sample_method
+        if isinstance(model, Eagle3Drafter):
+            cache = self._drafter_cache(
+                contract, model.cache_shape, capacity + spare_positions(num_draft_tokens), model.fc.weight
+            )
+            return SequentialProposer(
+                self._target, model, cache, self._choice, num_draft_tokens=num_draft_tokens, method=method
+            )
+        backbone = model.backbone
+        cache = self._drafter_cache(contract, backbone.cache_shape, capacity, backbone.fc.weight)
+        return BlockProposer(self._target, model, cache, self._choice, num_draft_tokens=num_draft_tokens, method=method)
+
+    def _drafter_cache(
+        self, contract: DrafterContract, shape: tuple[int, int], capacity: int, weight: Tensor
+    ) -> KeyValueCache:
+        num_kv_heads, head_size = shape
+        return KeyValueCache(
             num_layers=contract.num_layers,
             num_slots=self.settings.max_num_seqs,
             num_kv_heads=num_kv_heads,
@@ -109,14 +128,6 @@ class Engine:
             head_size=head_size,
             dtype=weight.dtype,
             device=weight.device,
-        )
-        return BlockProposer(
-            self._target,
-            drafter.model,
-            cache,
-            self._choice,
-            num_draft_tokens=num_draft_tokens,
-            method=self.settings.draft_sample_method or contract.draft_sample_method,
         )
 
     # Requests in and out
@@ -351,7 +362,7 @@ class Engine:
             slot=request.slot,
             token_ids=request.prompt_ids[start:end],
             start=start,
-            is_last=end == len(request.prompt_ids),
+            next_id=request.prompt_ids[end] if end < len(request.prompt_ids) else None,
             flags=request.flags,
             proposes=request.output.max_tokens > 1,
         )

@@ -28,7 +28,8 @@ class PrefillChunk:
         slot: the request's.
         token_ids: of this chunk.
         start: position of the first.
-        is_last: whether the prompt ends here, so that its last row gives the first new token.
+        next_id: the prompt token after this chunk; None where the prompt ends, so that the chunk's last row gives the
+            first new token.
         flags: the request's sampling settings.
         proposes: draft a first block; meaningful on the last chunk.
     """
@@ -36,7 +37,7 @@ class PrefillChunk:
     slot: int
     token_ids: Sequence[int]
     start: int
-    is_last: bool
+    next_id: int | None
     flags: SamplingFlags
     proposes: bool
 
@@ -67,14 +68,20 @@ def prefill_chunk(
     rows = Rows([chunk.slot], slots_B, [chunk.start], starts_B, len(chunk.token_ids))
     token_ids_BC = torch.tensor([chunk.token_ids], device=state.device)
     hidden_BCD = run_rows(target, proposer, cache, choice, rows, token_ids_BC)
-    if not chunk.is_last:
-        return None
     length = chunk.start + len(chunk.token_ids)
+    ends_B = torch.full_like(starts_B, length)
+    if chunk.next_id is not None:
+        if proposer is not None:
+            # What the target would say here is of no interest: the prompt goes on as it does.
+            proposer.settle(rows, token_ids_BC, ends_B, torch.full_like(starts_B, chunk.next_id))
+        return None
     no_drafts = Proposal(slots_B.new_empty(1, 0))
     logits_B1V = target.logits(hidden_BCD[:, -1:])
-    verified = judge(logits_B1V, no_drafts, state, slots_B, starts_B + len(chunk.token_ids) - 1, chunk.flags)
+    verified = judge(logits_B1V, no_drafts, state, slots_B, ends_B - 1, chunk.flags)
     state.lengths[slots_B] = length
     state.anchors[slots_B] = verified.bonus_ids_B
+    if proposer is not None:
+        proposer.settle(rows, token_ids_BC, ends_B, verified.bonus_ids_B)
     if proposer is not None and chunk.proposes:
         state.store_proposal(slots_B, proposer.propose(rows, state, all_greedy=chunk.flags.all_greedy))
     return int(verified.bonus_ids_B)

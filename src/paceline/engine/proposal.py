@@ -17,7 +17,7 @@ from paceline.engine.attends import AttentionChoice, attend_block
 from paceline.engine.cache import KeyValueCache
 from paceline.engine.slots import SlotState
 from paceline.models.drafters.block_drafter import BlockDrafter
-from paceline.models.drafters.proposal import MAX_CANDIDATES, DraftSampling, Proposal
+from paceline.models.drafters.proposal import DraftSampling, Proposal
 from paceline.models.targets.dense import DenseTarget
 from paceline.ops.sample_tokens import NO_TOKEN
 
@@ -67,6 +67,18 @@ class Proposer(Protocol):
         """Take in the taps of target rows, refused ones among them: those are written again before they count."""
         ...
 
+    def settle(self, rows: Rows, token_ids_BT: Tensor, ends_B: Tensor, next_ids_B: Tensor) -> None:
+        """Learn which of the rows last written count; called once after each `write_context`, before any `propose`.
+
+        Args:
+            rows: as written.
+            token_ids_BT: int64, what the target read at these rows.
+            ends_B: int64, rows at positions below are final.
+            next_ids_B: int64, the tokens at these positions: the new anchor after verification or a whole prompt, the
+                next prompt token within a prompt; -1 if the target's numbers gave none.
+        """
+        ...
+
     def propose(self, rows: Rows, state: SlotState, *, all_greedy: bool) -> Proposal:
         """Draft the block after each request's anchor; `state` is committed, so anchors sit at `state.lengths`."""
         ...
@@ -102,7 +114,7 @@ class BlockProposer:
         self._method: DraftSampleMethod = method
         self.name = f"{contract.family}/{method}"
         self.num_draft_tokens = num_draft_tokens
-        self.num_candidates = min(MAX_CANDIDATES, contract.draft_vocab_size) if method == "probabilistic" else 0
+        self.num_candidates = drafter.num_candidates if method == "probabilistic" else 0
         self.max_positions = min(contract.max_position_embeddings, drafter.backbone.position_table.shape[0])
         self.target_layer_ids = contract.target_layer_ids
         self._num_rows = drafter.num_rows(num_draft_tokens)
@@ -116,15 +128,22 @@ class BlockProposer:
     def write_context(self, rows: Rows, taps: Sequence[Tensor], positions_BT: Tensor) -> None:
         """Project taps to keys and values of every drafter layer and store them beside the target's."""
         backbone = self._drafter.backbone
+        features_BTD = backbone.context_features(taps)
+        if self._choice.is_batched and backbone.is_stacked:
+            backbone.write_context(features_BTD, rows.slots_B, positions_BT, self._cache.planes)
+            return
         # A request beyond the drafter's positions drafts no more; its rows are written only to keep the batch uniform.
         turned_as_BT = positions_BT.clamp(max=self.max_positions - 1)
-        pairs = backbone.context_kv(backbone.context_features(taps), turned_as_BT)
+        pairs = backbone.context_kv(features_BTD, turned_as_BT)
         for layer, (k_BTMH, v_BTMH) in enumerate(pairs):
             if self._choice.is_batched:
                 self._cache.write_batch(layer, rows.slots_B, positions_BT, k_BTMH, v_BTMH)
             else:
                 for index, (slot, start) in enumerate(zip(rows.slots, rows.starts, strict=True)):
                     self._cache.write_rows(layer, slot, start, k_BTMH[index], v_BTMH[index])
+
+    def settle(self, rows: Rows, token_ids_BT: Tensor, ends_B: Tensor, next_ids_B: Tensor) -> None:
+        """Context keys depend on taps alone, so they are final as written."""
 
     def propose(self, rows: Rows, state: SlotState, *, all_greedy: bool) -> Proposal:
         """One pass of the drafter over [anchor, mask, ...] of every request."""

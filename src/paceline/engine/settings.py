@@ -20,7 +20,8 @@ class EngineSettings:
         max_num_seqs: requests decoded at the same time.
         max_model_len: tokens that prompt and output may hold together; None is the target's limit, at most 2048, which
             bounds the memory of the caches.
-        num_draft_tokens: proposals per step; None is what the drafter was loaded for.
+        num_draft_tokens: proposals per step; None is what the drafter was loaded for. A block drafter makes no more
+            than it was trained for; one that goes token by token makes any number.
         draft_sample_method: None is the drafter's own.
         prefill_chunk_size: prompt tokens per target pass, and per step while others decode.
     """
@@ -68,7 +69,8 @@ def draft_tokens_per_step(drafter: LoadedDrafter | None, proposer: Proposer | No
     if drafter is None:
         return 0
     wanted = settings.num_draft_tokens or drafter.num_draft_tokens
-    if wanted > drafter.contract.num_draft_tokens:
+    is_block = drafter.contract.layout != "autoregressive"
+    if is_block and wanted > drafter.contract.num_draft_tokens:
         raise ConfigError(
             f"num_draft_tokens is {wanted}; the drafter was trained to propose {drafter.contract.num_draft_tokens}",
             origin={"drafter": drafter.contract.origin},

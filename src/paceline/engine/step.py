@@ -10,6 +10,9 @@ sits at position n: emitted, not yet run.
    overwritten, exactly like the target's own.
 5. The drafter runs over the anchor and masks at n'..n'+K with context 0..n'-1.
 
+A drafter that goes token by token reads the token after each row, so its own keys are written in between, once the
+rows are settled (`sequential_proposal.py`).
+
 B requests, T rows per request, K draft tokens, V vocabulary.
 """
 
@@ -129,7 +132,10 @@ def decode_step(
     tokens_BT = padded_BT.masked_fill(row_T >= accepted_B.unsqueeze(1), NO_TOKEN)
     tokens_BT.scatter_(1, accepted_B.unsqueeze(1), bonus_ids_B.unsqueeze(1))
 
-    commit(state, rows.slots_B, rows.starts_B + accepted_B + 1, bonus_ids_B)
+    ends_B = rows.starts_B + accepted_B + 1
+    commit(state, rows.slots_B, ends_B, bonus_ids_B)
+    if proposer is not None and batch.writes_context:
+        proposer.settle(rows, token_ids_BT, ends_B, bonus_ids_B)
     if proposer is not None and batch.proposes:
         state.store_proposal(rows.slots_B, proposer.propose(rows, state, all_greedy=batch.flags.all_greedy))
     return StepOutput(accepted_B, tokens_BT, verified.bad_B, proposal.ids_BK, verified.num_zero_q_B)

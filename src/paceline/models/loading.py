@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from paceline import __version__
 from paceline.checkpoint.compatibility import check_fit
 from paceline.checkpoint.contract import DrafterContract, TargetContract
-from paceline.checkpoint.dialects import read_drafter_contract
+from paceline.checkpoint.dialects import read_drafter
+from paceline.checkpoint.export import PROVENANCE_FILE
 from paceline.checkpoint.gguf import open_gguf
-from paceline.checkpoint.locate import locate_drafter, locate_target
+from paceline.checkpoint.locate import locate_drafter, locate_target, read_json
 from paceline.checkpoint.names import dense_target_destinations, dense_target_ignored, drafter_destinations
 from paceline.checkpoint.target_config import read_target_contract
 from paceline.checkpoint.tokenizer import TextTokenizer, open_tokenizer
-from paceline.checkpoint.weights import load_strict, open_safetensors, open_safetensors_file
+from paceline.checkpoint.weights import (
+    load_strict,
+    open_safetensors,
+    open_safetensors_file,
+    save_safetensors,
+    write_text_atomic,
+)
 from paceline.errors import ConfigError
+from paceline.models.building import empty_drafter, empty_target
 from paceline.models.capabilities import require_taps
-from paceline.models.drafters.block_drafter import BlockDrafter
-from paceline.models.drafters.table import BLOCK_DRAFTERS
+from paceline.models.drafters.table import Drafter
 from paceline.models.fingerprint import check_fingerprint as replay
 from paceline.models.layers import LinearMode, set_linear_mode
-from paceline.models.positions import position_table
 from paceline.models.targets.dense import DenseTarget
-from paceline.models.targets.table import TARGETS
 from paceline.ops.linear import can_pack
 
 FINGERPRINT_FILE = "fingerprint.safetensors"
@@ -50,7 +58,7 @@ class LoadedTarget:
 class LoadedDrafter:
     """A drafter that was checked against its target, and how many tokens it will propose per step."""
 
-    model: BlockDrafter
+    model: Drafter
     contract: DrafterContract
     num_draft_tokens: int
 
@@ -134,6 +142,7 @@ def load_drafter(
     target: LoadedTarget,
     *,
     num_draft_tokens: int | None = None,
+    check_contract: bool = True,
     check_fingerprint: bool = True,
     offline: bool = False,
 ) -> LoadedDrafter:
@@ -143,6 +152,7 @@ def load_drafter(
         name: drafter folder or hub name.
         target: what it will ride on.
         num_draft_tokens: proposals per step; by default what it was trained for.
+        check_contract: refuse what does not fit the target by its config; turn off only to study a mismatch.
         check_fingerprint: replay the stored probe; turn off only to study a mismatch.
         offline: never touch the network.
     Raises:
@@ -151,72 +161,85 @@ def load_drafter(
         ConfigError: more draft tokens than it was trained to propose.
     """
     folder = locate_drafter(name, offline=offline)
-    contract = read_drafter_contract(folder)
-    if num_draft_tokens is not None and not 1 <= num_draft_tokens <= contract.num_draft_tokens:
+    files = read_drafter(folder)
+    contract = files.contract
+    if num_draft_tokens is not None:
+        _check_num_draft_tokens(num_draft_tokens, contract)
+    if check_contract:
+        check_fit(contract, target.contract)
+        require_taps(target.model, contract.aux_hidden_stream)
+    weight = target.model.norm.weight
+    drafter = empty_drafter(contract, weight.dtype, weight.device)
+    destinations = drafter_destinations(contract)
+    load_strict(drafter.checkpoint_parameters(), files.source, destinations, ignored=files.ignored)
+    drafter.vocabulary.set_tables(files.draft_to_target, files.mask_embedding)
+    shared = drafter.vocabulary.drop_copies(target.model.embed_tokens.weight, target.model.lm_head.weight)
+    drafter.prepare_for_serving(target.linear_mode)
+    if check_fingerprint:  # of the arithmetic that will serve
+        _replay_stored(folder, target, drafter)
+    capture_text = ", ".join(str(layer) for layer in contract.target_layer_ids)
+    _log.info("drafter %s: taps after layers %s, stream %s", folder.name, capture_text, contract.aux_hidden_stream)
+    if shared:
+        _log.info("drafter %s: its %s is the target's, bit for bit, and shared", folder.name, " and ".join(shared))
+    return LoadedDrafter(drafter, contract, num_draft_tokens or contract.num_draft_tokens)
+
+
+def _check_num_draft_tokens(asked: int, contract: DrafterContract) -> None:
+    """A block has the rows it was trained with; a drafter that goes token by token goes on for as long as asked."""
+    limit = contract.num_draft_tokens if contract.layout != "autoregressive" else asked
+    if not 1 <= asked <= limit:
         raise ConfigError(
-            f"{num_draft_tokens} draft tokens per step were asked for; the drafter was trained for 1 to "
+            f"{asked} draft tokens per step were asked for; the drafter was trained for 1 to "
             f"{contract.num_draft_tokens}",
             origin={"drafter": contract.origin},
             hint=f"at most {contract.num_draft_tokens} draft tokens per step",
         )
-    check_fit(contract, target.contract)
-    require_taps(target.model, contract.aux_hidden_stream)
-    weight = target.model.norm.weight
-    drafter = empty_drafter(contract, weight.dtype, weight.device)
-    load_strict(drafter.checkpoint_parameters(), open_safetensors(folder), drafter_destinations(contract))
-    if check_fingerprint:
-        _replay_stored(folder, target, drafter)
-    drafter.prepare_for_serving(target.linear_mode)
-    capture_text = ", ".join(str(layer) for layer in contract.target_layer_ids)
-    _log.info("drafter %s: taps after layers %s, stream %s", folder.name, capture_text, contract.aux_hidden_stream)
-    return LoadedDrafter(drafter, contract, num_draft_tokens or contract.num_draft_tokens)
 
 
-def empty_target(contract: TargetContract, dtype: torch.dtype, device: torch.device) -> DenseTarget:
-    """A target whose weights are not yet set, without paying for an initialisation."""
-    with torch.device("meta"):
-        model = TARGETS[contract.architecture](contract)
-    _materialise(model, dtype, device)
-    if contract.tie_word_embeddings:
-        model.lm_head.weight = cast(nn.Parameter, model.embed_tokens.weight)
-    table = position_table(contract.rope, contract.head_size, contract.max_position_embeddings)
-    model.position_table = table.to(device)
-    return model.eval()
+def _replay_stored(folder: Path, target: LoadedTarget, drafter: Drafter) -> None:
+    stored = read_fingerprint(folder)
+    if stored is None:
+        _log.warning(
+            "%s has no fingerprint: what its drafts depend on cannot be checked; `paceline check` tries without", folder
+        )
+        return
+    replay(target.model, drafter, stored)
 
 
-def empty_drafter(contract: DrafterContract, dtype: torch.dtype, device: torch.device) -> BlockDrafter:
-    """A drafter whose weights are not yet set."""
-    with torch.device("meta"):
-        drafter = BLOCK_DRAFTERS[contract.family](contract)
-    _materialise(drafter, dtype, device)
-    table = position_table(contract.rope, contract.rotary_size, contract.max_position_embeddings)
-    drafter.backbone.position_table = table.to(device)
-    return drafter.eval()
+def read_fingerprint(folder: Path) -> dict[str, Tensor] | None:
+    """The fingerprint in a drafter's folder, or None where it has none.
 
-
-def initialise_drafter(contract: DrafterContract, device: torch.device, *, seed: int) -> BlockDrafter:
-    """An untrained drafter in float32: matrices N(0, 0.02), gains 1, the same on every device."""
-    drafter = empty_drafter(contract, torch.float32, torch.device("cpu"))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.02, generator=generator)
-            else:
-                parameter.fill_(1.0)
-    return drafter.requires_grad_(True).to(device)
-
-
-def _materialise(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    model.to(dtype).to_empty(device=device)
-    model.requires_grad_(False)
-
-
-def _replay_stored(folder: Path, target: LoadedTarget, drafter: BlockDrafter) -> None:
+    Raises:
+        CheckpointError: the file is damaged.
+    """
     path = folder / FINGERPRINT_FILE
     if not path.is_file():
-        _log.warning("%s has no fingerprint: its taps cannot be checked against this target", folder)
-        return
+        return None
     source = open_safetensors_file(path)
-    stored = {name: source.load(name) for name in source.names()}
-    replay(target.model, drafter, stored)
+    return {name: source.load(name) for name in source.names()}
+
+
+def write_fingerprint(folder: Path, fingerprint: Mapping[str, Tensor], target: LoadedTarget) -> None:
+    """Put another fingerprint into a drafter's folder, and say in its provenance where it comes from.
+
+    Args:
+        folder: of a drafter.
+        fingerprint: from `record_fingerprint`.
+        target: that it was recorded with.
+    Raises:
+        CheckpointError: the provenance is no JSON object.
+        CapacityError: the disk is full.
+    """
+    history = folder / PROVENANCE_FILE
+    provenance = read_json(history) if history.is_file() else {}
+    weight = target.model.norm.weight
+    provenance["fingerprint"] = {
+        "recorded_after_training": True,
+        "target": target.contract.name,
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "device": weight.device.type,
+        "paceline": __version__,
+        "torch": torch.__version__,
+    }
+    save_safetensors(folder / FINGERPRINT_FILE, fingerprint, {})
+    write_text_atomic(history, json.dumps(provenance, indent=2, allow_nan=False) + "\n")

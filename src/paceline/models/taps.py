@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.contract import CaptureId, TargetLayerId, capture_id, target_layer_id
+from paceline.checkpoint.contract import AuxHiddenStream, CaptureId, TargetLayerId, capture_id, target_layer_id
 
 __all__ = ["CaptureId", "TapCollector", "TargetLayerId", "capture_id", "target_layer_id"]
 
@@ -24,18 +24,20 @@ class TapCollector:
     Args:
         capture_ids: strictly increasing; 0 is the embedding, `num_layers` the last layer's output before the final
             norm.
+        stream: which of its streams a target with several hands over; a target that lacks it must not be run.
     """
 
-    def __init__(self, capture_ids: Sequence[CaptureId]) -> None:
+    def __init__(self, capture_ids: Sequence[CaptureId], stream: AuxHiddenStream = "prefix") -> None:
         assert list(capture_ids) == sorted(set(capture_ids)), f"capture ids must strictly increase, got {capture_ids}"
         self.capture_ids = tuple(capture_ids)
+        self.stream = stream
         self._wanted = frozenset(capture_ids)
         self._hidden: dict[CaptureId, Tensor] = {}
 
     @classmethod
-    def of_layers(cls, layer_ids: Iterable[TargetLayerId]) -> TapCollector:
+    def of_layers(cls, layer_ids: Iterable[TargetLayerId], stream: AuxHiddenStream = "prefix") -> TapCollector:
         """A collector for layer outputs, given by zero-based layer id."""
-        return cls([capture_id(layer) for layer in layer_ids])
+        return cls([capture_id(layer) for layer in layer_ids], stream)
 
     def observe(self, capture: int, hidden_BTD: Tensor) -> None:
         """Called by the model at every capture point; keeps the state if it was asked for."""

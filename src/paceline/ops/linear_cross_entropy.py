@@ -4,7 +4,7 @@ For a row h with teacher state g and label y, with q = softmax(W h) and p = soft
 loss = kl * sum p log(p / q) + ce * (-log q_y), and d loss / d (W h) = (kl + ce) q - kl p - ce onehot(y).
 The head is frozen, so each chunk's gradient with respect to h is complete as soon as its logits exist, and they can go.
 
-R rows, D width, V vocabulary.
+R rows, D width, V vocabulary, C candidates.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
+
+from paceline.ops.top_k_tokens import top_k_tokens
 
 
 def linear_cross_entropy_reference(
@@ -71,28 +73,34 @@ class _LinearCrossEntropy(torch.autograd.Function):
         kl: float,
         ce: float,
         chunk_rows: int,
+        num_candidates: int,
         chunk_function: Any,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         total = torch.zeros((), dtype=torch.float32, device=hidden_RD.device)
         gradients, corrects = [], []
+        candidates = [labels_R.new_empty(0 if num_candidates else len(labels_R), num_candidates)]
         for start in range(0, hidden_RD.shape[0], chunk_rows):
             rows = slice(start, start + chunk_rows)
             teacher_RV = teacher_RD[rows] @ head_VD.T if teacher_RD is not None and kl else None
+            logits_RV = hidden_RD[rows] @ head_VD.T
             loss, gradient_RV, correct = chunk_function(
-                hidden_RD[rows] @ head_VD.T, teacher_RV, labels_R[rows], weights_R[rows], kl, ce
+                logits_RV, teacher_RV, labels_R[rows], weights_R[rows], kl, ce
             )
+            if num_candidates:
+                candidates.append(top_k_tokens(logits_RV, num_candidates)[1])
             total = total + loss
             gradients.append(gradient_RV @ head_VD)
             corrects.append(correct)
         ctx.save_for_backward(torch.cat(gradients) if gradients else torch.zeros_like(hidden_RD))
         correct_R = torch.cat(corrects) if corrects else labels_R.bool()
-        ctx.mark_non_differentiable(correct_R)
-        return total, correct_R
+        candidates_RC = torch.cat(candidates)
+        ctx.mark_non_differentiable(correct_R, candidates_RC)
+        return total, correct_R, candidates_RC
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient_RD,) = ctx.saved_tensors
-        return gradient_RD * gradients[0].to(gradient_RD.dtype), None, None, None, None, None, None, None, None
+        return gradient_RD * gradients[0].to(gradient_RD.dtype), *[None] * 9
 
 
 def linear_cross_entropy(
@@ -105,8 +113,9 @@ def linear_cross_entropy(
     kl: float,
     ce: float,
     chunk_rows: int = 4096,
+    num_candidates: int = 0,
     compiled: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Weighted sum of KL to a teacher and cross-entropy to labels, in chunks that never coexist.
 
     Args:
@@ -118,16 +127,19 @@ def linear_cross_entropy(
         kl: weight of the KL term.
         ce: weight of the cross-entropy term.
         chunk_rows: rows whose logits exist at the same time; memory is about chunk_rows * V * 16 bytes.
+        num_candidates: C; how many of the student's best ids to return.
         compiled: fuse the work between the matrix products with torch.compile (GPU).
     Returns:
-        The weighted sum (not mean), float32; and bool [R], whether the student's best id is the label.
+        The weighted sum (not mean), float32; bool [R], whether the student's best id is the label; and int64 [R, C],
+        the student's best ids, descending.
     """
     assert teacher_RD is not None or not kl, "the KL term needs the teacher's states"
     if not compiled:
-        return _apply(hidden_RD, teacher_RD, labels_R, weights_R, head_VD, kl, ce, chunk_rows, _chunk_loss_and_gradient)
+        rows = (hidden_RD, teacher_RD, labels_R, weights_R, head_VD)
+        return _apply(*rows, kl, ce, chunk_rows, num_candidates, _chunk_loss_and_gradient)
     # One shape for the compiler: rows of weight 0 fill the last chunk, instead of a compilation for each remainder.
     missing = -hidden_RD.shape[0] % chunk_rows
-    total, correct_R = _apply(
+    total, correct_R, candidates_RC = _apply(
         functional.pad(hidden_RD, (0, 0, 0, missing)),
         None if teacher_RD is None else functional.pad(teacher_RD, (0, 0, 0, missing)),
         functional.pad(labels_R, (0, missing)),
@@ -136,14 +148,15 @@ def linear_cross_entropy(
         kl,
         ce,
         chunk_rows,
+        num_candidates,
         _compiled_chunk(),
     )
-    return total, correct_R[: labels_R.shape[0]]
+    return total, correct_R[: labels_R.shape[0]], candidates_RC[: labels_R.shape[0]]
 
 
-def _apply(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _apply(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     apply: Any = _LinearCrossEntropy.apply
-    result: tuple[Tensor, Tensor] = apply(*arguments)
+    result: tuple[Tensor, Tensor, Tensor] = apply(*arguments)
     return result
 
 

@@ -17,7 +17,13 @@ import numpy as np
 import torch
 
 from paceline import __version__
-from paceline.checkpoint.contract import DrafterContract, TargetContract, TargetLayerId
+from paceline.checkpoint.contract import (
+    ConvolutionSettings,
+    DrafterContract,
+    SelectorSettings,
+    TargetContract,
+    TargetLayerId,
+)
 from paceline.checkpoint.dialects import default_target_layer_ids
 from paceline.checkpoint.export import split_fused, write_drafter_folder
 from paceline.checkpoint.names import drafter_destinations
@@ -25,9 +31,10 @@ from paceline.checkpoint.weights import disk_full_as_capacity_error, write_text_
 from paceline.configuration.load import to_toml
 from paceline.configuration.run import TrainRun
 from paceline.errors import ConfigError, NumericError
+from paceline.models.building import empty_drafter, initialise_drafter
 from paceline.models.fingerprint import record_fingerprint
 from paceline.models.layers import DecoderLayer
-from paceline.models.loading import LoadedTarget, empty_drafter, initialise_drafter, resolve_device
+from paceline.models.loading import LoadedTarget, resolve_device
 from paceline.training.data import Batch, BatchOrder, Conversations, join, read_conversations, split_held_out
 from paceline.training.features import TargetFeatures
 from paceline.training.interrupt import StopRequest
@@ -111,8 +118,13 @@ def drafter_contract(run: TrainRun, target: TargetContract) -> DrafterContract:
         raise ConfigError(
             f"drafter.mask_token_id {asked.mask_token_id} is outside the vocabulary of {target.vocab_size}"
         )
+    is_dflash2 = asked.family == "dflash2"
+    if is_dflash2 and target.hidden_size % asked.conv_group_size:
+        raise ConfigError(
+            f"drafter.conv_group_size {asked.conv_group_size} does not divide the width, {target.hidden_size}"
+        )
     return DrafterContract(
-        family="dflash",
+        family=asked.family,
         origin=str(run.output),
         target_name=_portable(target.name),
         target_num_layers=target.num_layers,
@@ -144,6 +156,8 @@ def drafter_contract(run: TrainRun, target: TargetContract) -> DrafterContract:
         final_logit_softcapping=None,
         draft_sample_method=asked.draft_sample_method,
         dtype="bfloat16",
+        convolution=ConvolutionSettings(asked.conv_kernel_size, asked.conv_group_size) if is_dflash2 else None,
+        selector=SelectorSettings(asked.selector_rank, asked.selector_top_k) if is_dflash2 else None,
     )
 
 
@@ -185,6 +199,7 @@ class _Run:
                 gamma=run.objective.gamma,
                 chunk_rows=run.objective.chunk_rows,
                 compiled=is_gpu,
+                selector=run.objective.selector_weight,
             ),
             num_anchors=run.schedule.num_anchors,
             block_size=run.drafter.block_size,

@@ -1,4 +1,4 @@
-"""The DFlash objective on one batch: draft every block, score the rows that count. B rows, A blocks, Q rows a block."""
+"""The objective on one batch: draft every block, score the rows that count. B rows, A blocks, Q rows a block."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from torch import Tensor
 
 from paceline.models.attends import BlocksOverContext
 from paceline.models.drafters.block_drafter import BlockDrafter
+from paceline.models.drafters.dflash2 import DFlash2Drafter
 from paceline.ops.linear_cross_entropy import linear_cross_entropy
 from paceline.training.anchors import Blocks, block_visibility
+from paceline.training.selector import SelectorRows, selector_loss
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class Objective:
     Attributes:
         kl: weight of KL(target || drafter).
         ce: weight of cross-entropy to the data's own token.
+        selector: weight of a DFlash2 selector's loss, which mixes kl and ce as the drafter's own does.
         gamma: decay of row k, exp(-(k-1)/gamma); None weighs all rows alike.
         chunk_rows: rows whose logits exist at the same time.
         compiled: fuse the loss with torch.compile.
@@ -33,6 +36,7 @@ class Objective:
     gamma: float | None
     chunk_rows: int
     compiled: bool = False
+    selector: float = 1.0
 
 
 class Features(NamedTuple):
@@ -47,7 +51,7 @@ class Scores(NamedTuple):
 
     loss_sum: Tensor  # float32, differentiable: weighted sum over rows that count
     weight_sum: Tensor  # float32
-    correct_Q: Tensor  # int64, rows whose best id was right, by row of the block
+    correct_Q: Tensor  # int64, rows whose best id (a selector's choice, where there is one) was right, by block row
     counted_Q: Tensor  # int64
 
 
@@ -81,7 +85,8 @@ def draft_blocks(drafter: BlockDrafter, taps: Sequence[Tensor], block_embeddings
     attend = BlocksOverContext(context, [masks[kind] for kind in kinds])
     rows = block_embeddings.to(features.dtype).flatten(1, 2)
     last = drafter.backbone.position_table.shape[0] - 1
-    hidden: Tensor = drafter.backbone(rows, blocks.positions_BAQ.flatten(1).clamp(max=last), attend)
+    positions_BR = blocks.positions_BAQ.flatten(1).clamp(max=last)
+    hidden: Tensor = drafter.backbone(rows, positions_BR, attend, block_rows=Q)
     return hidden.view(B, A, Q, -1)
 
 
@@ -103,17 +108,26 @@ def score_blocks(
     row, block, slot = blocks.counts_BAQ.nonzero(as_tuple=True)
     weights_R = weights_Q[slot]
     teacher_RD = features.hidden_BSD[row, blocks.positions_BAQ[row, block, slot] - 1] if objective.kl else None
-    loss, correct_R = linear_cross_entropy(
-        hidden[row, block, slot].to(head_VD.dtype),
+    labels_R = blocks.labels_BAQ[row, block, slot]
+    hidden_RD = hidden[row, block, slot].to(head_VD.dtype)
+    loss, correct_R, candidates_RC = linear_cross_entropy(
+        hidden_RD,
         teacher_RD,
-        blocks.labels_BAQ[row, block, slot],
+        labels_R,
         weights_R,
         head_VD,
         kl=objective.kl,
         ce=objective.ce,
         chunk_rows=objective.chunk_rows,
+        num_candidates=drafter.num_candidates if isinstance(drafter, DFlash2Drafter) else 0,
         compiled=objective.compiled,
     )
+    if isinstance(drafter, DFlash2Drafter):
+        predecessors_R = blocks.labels_BAQ[row, block, slot - 1]  # row 0 is labelled with the anchor itself
+        rows = SelectorRows(hidden_RD, teacher_RD, labels_R, predecessors_R, candidates_RC, weights_R)
+        kl, ce = objective.kl, objective.ce
+        selected, correct_R = selector_loss(drafter.candidate_selector, rows, head_VD, kl=kl, ce=ce)
+        loss = loss + objective.selector * selected
     counted_Q = torch.bincount(slot, minlength=Q)
     correct_Q = torch.bincount(slot, weights=correct_R.double(), minlength=Q).long()
     # A batch without a single row still runs a backward that touches the drafter: + 0 * hidden.

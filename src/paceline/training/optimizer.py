@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from paceline.models.layers import Linear
+
 
 @dataclass(frozen=True)
 class RateSchedule:
@@ -41,14 +43,18 @@ class RateSchedule:
 
 
 def make_optimizer(drafter: nn.Module, *, weight_decay: float, betas: tuple[float, float]) -> torch.optim.AdamW:
-    """AdamW over the drafter alone; matrices decay, gains and biases do not.
+    """AdamW over the drafter alone; projections decay, all else does not.
 
-    The frozen target must never get here: it would be given moments, and decay.
+    Gains and biases have no scale to lose, and rows of a table (a selector's codebooks) would fade while their token does
+    not come up. The frozen target must never get here: it would be given moments, and decay.
     """
-    parameters = [p for p in drafter.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
-    ]
+    decayed: list[nn.Parameter] = []
+    kept: list[nn.Parameter] = []
+    for module in drafter.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                (decayed if isinstance(module, Linear) and name == "weight" else kept).append(parameter)
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+    parameters = decayed + kept
     fused = bool(parameters) and parameters[0].device.type == "cuda"
     return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=1e-8, fused=fused)

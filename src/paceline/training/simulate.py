@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from paceline.models.drafters.block_drafter import BlockDrafter
+from paceline.models.drafters.proposal import DraftSampling
 from paceline.training.anchors import all_anchors, make_blocks
 from paceline.training.data import Conversations
 from paceline.training.features import TargetFeatures
@@ -66,6 +68,19 @@ def _walk_responses(accepted: np.ndarray, anchors: np.ndarray) -> list[int]:
     return visited
 
 
+def _greedy_drafts(drafter: BlockDrafter, target: TargetFeatures, hidden_BAKD: Tensor, anchors_BA: Tensor) -> Tensor:
+    """What the drafter would propose from every anchor, int64 [B, A, K], by its own serving code."""
+    num_drafts = hidden_BAKD.shape[2]
+    anchors = anchors_BA.flatten()
+    num_blocks = max(1, _HEAD_ROWS // num_drafts)
+    ids = []
+    for hidden, some in zip(hidden_BAKD.flatten(0, 1).split(num_blocks), anchors.split(num_blocks), strict=True):
+        nothing = torch.zeros_like(some)
+        greedy = DraftSampling("greedy", nothing.float(), nothing, nothing, nothing)
+        ids.append(drafter.propose(hidden, drafter.logits(hidden, target), some, greedy).ids_BK)
+    return torch.cat(ids).view(*anchors_BA.shape, num_drafts)
+
+
 @torch.no_grad()
 def simulate(
     drafter: BlockDrafter,
@@ -100,11 +115,10 @@ def simulate(
         with autocast(device, mixed_precision):
             features = target(batch.token_ids_BS)
             rows = drafter.embed(drafter.block_ids(anchor_ids, block_size - 1), target)
-            hidden = draft_blocks(drafter, features.taps, rows, blocks)[:, :, 1:].to(target.head_VD.dtype)
-            flat = hidden.flatten(0, 2)
-            ids = torch.cat([(chunk @ target.head_VD.T).argmax(-1) for chunk in flat.split(_HEAD_ROWS)])
+            hidden = drafter.predicted_rows(draft_blocks(drafter, features.taps, rows, blocks))
+            ids = _greedy_drafts(drafter, target, hidden.to(target.head_VD.dtype), anchor_ids)
         labels = blocks.labels_BAQ[:, :, 1:]
-        right = ids.view(labels.shape).eq(labels) & blocks.counts_BAQ[:, :, 1:]
+        right = ids.eq(labels) & blocks.counts_BAQ[:, :, 1:]
         accepted_BA = right.long().cumprod(-1).sum(-1).cpu().numpy()
         for row in range(len(indices)):
             kept_anchors = valid[row].cpu().numpy()

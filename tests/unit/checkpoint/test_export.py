@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.checkpoint import export
 from paceline.checkpoint.contract import DrafterContract
-from paceline.checkpoint.dialects import read_drafter_contract
+from paceline.checkpoint.dialects import Dialect, read_drafter_contract, write_drafter_config
 from paceline.checkpoint.export import split_fused, write_drafter_folder
 from paceline.checkpoint.names import drafter_destinations, drafter_slots
 from paceline.checkpoint.weights import Destination, load_strict, open_safetensors, open_safetensors_file
@@ -201,4 +202,154 @@ def test_provenance_that_is_not_json_is_noticed_before_writing(tmp_path: Path, m
     contract = make_drafter()
     with pytest.raises((TypeError, ValueError)):
         write_drafter_folder(tmp_path / "d", contract, tensors_for(contract), None, {"loss": float("nan")})
+    assert not list(tmp_path.iterdir())
+
+
+def reduced(make_drafter: Make, **changes: object) -> tuple[DrafterContract, Tensor]:
+    contract = make_drafter(draft_vocab_size=4, has_own_head=True, **changes)
+    return contract, torch.tensor([3, 10, 11, 50])
+
+
+def test_vocabulary_tables_hold_offsets(tmp_path: Path, make_drafter: Make) -> None:
+    """Targets 3, 10, 11, 50 are offsets 3, 9, 9, 47; every target id says whether it can be drafted."""
+    contract, targets = reduced(make_drafter)
+    write_drafter_folder(tmp_path / "d", contract, tensors_for(contract), None, {}, draft_to_target=targets)
+    source = open_safetensors(tmp_path / "d")
+    assert source.load("d2t").tolist() == [3, 9, 9, 47]
+    assert source.load("d2t").dtype == torch.int64
+    assert source.load("t2d").dtype == torch.bool
+    assert source.load("t2d").shape == (64,)
+    assert source.load("t2d").nonzero().flatten().tolist() == targets.tolist()
+    assert source.shape("lm_head.weight") == (4, 32)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (None, "proposes 4 ids of a target with 64, and no table of target ids"),
+        (torch.tensor([3, 10, 11]), r"is torch.int64 \[3\]; expected int64 \[4\]"),
+        (torch.tensor([3, 10, 11, 64]), "each id below 64"),
+        (torch.tensor([-1, 10, 11, 12]), "each id below 64"),
+        (torch.tensor([3, 11, 10, 12]), "larger than the one before"),
+        (torch.tensor([3, 3, 10, 12]), "larger than the one before"),
+        (torch.tensor([3.0, 10.0, 11.0, 12.0]), "is torch.float32"),
+    ],
+)
+def test_vocabulary_tables_that_are_wrong(
+    tmp_path: Path, make_drafter: Make, table: Tensor | None, message: str
+) -> None:
+    contract, _ = reduced(make_drafter)
+    with pytest.raises(CheckpointError, match=message):
+        write_drafter_folder(tmp_path / "d", contract, tensors_for(contract), None, {}, draft_to_target=table)
+    full = make_drafter()
+    with pytest.raises(CheckpointError, match="proposes 64 ids of a target with 64, and a table"):
+        write_drafter_folder(
+            tmp_path / "d", full, tensors_for(full), None, {}, draft_to_target=torch.arange(full.draft_vocab_size)
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def test_mask_embedding_has_its_own_file(tmp_path: Path, make_drafter: Make) -> None:
+    contract, mask = make_drafter(has_mask_embedding=True), torch.randn(32)
+    for _ in range(2):  # the second time over the first
+        write_drafter_folder(tmp_path / "d", contract, tensors_for(contract), None, {}, mask_embedding=mask)
+    content = torch.load(tmp_path / "d" / "mask_embedding.pt", weights_only=True)
+    assert torch.equal(content["embedding"], mask)
+    assert content["mask_token_id"] == contract.mask_token_id
+    write(tmp_path / "d", make_drafter())
+    assert "mask_embedding.pt" not in names_in(tmp_path / "d")
+
+
+@pytest.mark.parametrize(
+    ("changes", "mask", "dialect", "message"),
+    [
+        ({}, torch.zeros(32), None, "has no place for a mask embedding, and one was given"),
+        ({"has_mask_embedding": True}, None, None, "asks for a mask embedding, and none was given"),
+        ({"has_mask_embedding": True}, torch.zeros(31), None, r"the mask embedding is \[31\], expected \[32\]"),
+        ({"has_mask_embedding": True}, torch.full((32,), float("nan")), None, "finite numbers"),
+        ({"has_mask_embedding": True}, torch.zeros(32), "assistant", "cannot state .*has_mask_embedding True"),
+    ],
+)
+def test_mask_embeddings_that_have_no_place(
+    tmp_path: Path,
+    make_drafter: Make,
+    changes: dict[str, bool],
+    mask: Tensor | None,
+    dialect: Dialect | None,
+    message: str,
+) -> None:
+    contract = make_drafter(**changes)
+    with pytest.raises(CheckpointError, match=message):
+        write_drafter_folder(
+            tmp_path / "d", contract, tensors_for(contract), None, {}, mask_embedding=mask, dialect=dialect
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def test_own_embedding_and_head_are_written(tmp_path: Path, make_drafter: Make) -> None:
+    contract = make_drafter(has_own_embedding=True, has_own_head=True)
+    tensors = tensors_for(contract)
+    write_drafter_folder(tmp_path / "d", contract, tensors, None, {})
+    source = open_safetensors(tmp_path / "d")
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        assert torch.equal(source.load(name), tensors[name])
+
+
+def test_tensors_of_one_memory_are_written_apart(tmp_path: Path, make_drafter: Make) -> None:
+    contract = make_drafter(has_own_embedding=True, has_own_head=True)
+    tensors = tensors_for(contract)
+    tensors["lm_head.weight"] = tensors["embed_tokens.weight"]
+    ids = torch.arange(3)
+    write_drafter_folder(tmp_path / "d", contract, tensors, {"a": ids, "b": ids}, {})
+    source = open_safetensors(tmp_path / "d")
+    assert torch.equal(source.load("lm_head.weight"), source.load("embed_tokens.weight"))
+    assert open_safetensors_file(tmp_path / "d" / "fingerprint.safetensors").load("b").tolist() == [0, 1, 2]
+
+
+def test_a_promise_that_gets_lost_on_the_way_is_a_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_drafter: Make
+) -> None:
+    """A writer that forgets a field: its default would be served in place of what was trained."""
+    contract = make_drafter(input_embedding_scale=2.0, layer_windows=(16, None))
+
+    def forgetful(contract: DrafterContract, dialect: Dialect) -> dict[str, object]:
+        config = write_drafter_config(contract, dialect)
+        del config["dflash_config"]["input_embedding_scale"]
+        return config
+
+    monkeypatch.setattr(export, "write_drafter_config", forgetful)
+    with pytest.raises(CheckpointError, match=r"input_embedding_scale 2\.0 would be read as 1\.0"):
+        write(tmp_path / "d", contract)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    write(tmp_path / "d", contract)
+
+
+def test_weights_of_an_older_export_do_not_stay(tmp_path: Path, make_drafter: Make) -> None:
+    """A shard or an index that stayed would contradict the new file."""
+    folder = tmp_path / "d"
+    write(folder, make_drafter())
+    (folder / "model.safetensors.index.json").write_text("{}")
+    (folder / "model-00001-of-00002.safetensors").write_text("old")
+    (folder / "hf_quant_config.json").write_text("{}")
+    write(folder, make_drafter(), seed=3)
+    assert names_in(folder) == ["config.json", "fingerprint.safetensors", "model.safetensors", "provenance.json"]
+    open_safetensors(folder)
+
+
+def test_extra_files_come_along(tmp_path: Path, make_drafter: Make) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    contract = make_drafter()
+    write_drafter_folder(
+        tmp_path / "d", contract, tensors_for(contract), None, {}, extra_files=[tmp_path / "tokenizer.json"]
+    )
+    assert (tmp_path / "d" / "tokenizer.json").read_text() == "{}"
+
+
+def test_parents_made_for_nothing_are_taken_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_drafter: Make
+) -> None:
+    monkeypatch.setattr(os, "fsync", FailingSync(3, KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "a" / "b" / "d", make_drafter())
     assert not list(tmp_path.iterdir())

@@ -105,7 +105,7 @@ def test_a_dry_run_counts_and_estimates(
 def test_the_parameter_count_is_the_models_own() -> None:
     import torch
 
-    from paceline.models.loading import initialise_drafter
+    from paceline.models.building import initialise_drafter
 
     contract = drafter_contract(dtype="float32")
     model = initialise_drafter(contract, torch.device("cpu"), seed=0)

@@ -18,9 +18,9 @@ SLOTS = [2, 0]
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 
 
-def filled_cache(capacity: int = 24) -> KeyValueCache:
+def filled_cache(capacity: int = 24, num_layers: int = 1) -> KeyValueCache:
     cache = KeyValueCache(
-        num_layers=1,
+        num_layers=num_layers,
         num_slots=3,
         num_kv_heads=KV_HEADS,
         capacity=capacity,
@@ -68,6 +68,38 @@ def test_rows_are_stored_and_see_what_came_before(choice: AttentionChoice, start
         # Nothing else of the slot changed, nor any other slot.
         assert torch.equal(cache.planes[0, :, slot, :, start + num_rows :], before[0, :, slot, :, start + num_rows :])
     assert torch.equal(cache.planes[0, :, [1, 3]], before[0, :, [1, 3]])
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=["per-request", "batched", "row-invariant"])
+@pytest.mark.parametrize(("starts", "num_rows"), [([0, 0], 5), ([7, 3], 1), ([7, 3], 4)])
+@pytest.mark.parametrize("window", [None, 1, 4, 8, 100])
+def test_a_window_counts_the_row_itself(
+    choice: AttentionChoice, starts: list[int], num_rows: int, window: int | None
+) -> None:
+    cache = filled_cache(num_layers=2)
+    before = cache.planes.clone()
+    q, k, v = new_rows(num_rows)
+    attend = write_then_attend(
+        cache,
+        choice,
+        slots=SLOTS,
+        slots_B=torch.tensor(SLOTS),
+        starts=[max(starts) + 2] * 2 if choice.is_batched else starts,  # there only a bound is asked for
+        starts_B=torch.tensor(starts),
+        num_rows=num_rows,
+        windows=(2, window),
+    )
+    first, mixed = attend(0, q, k, v), attend(1, q, k, v)
+    assert torch.equal(first, mixed) == (window == 2)
+    for index, (slot, start) in enumerate(zip(SLOTS, starts, strict=True)):
+        keys = torch.cat((before[1, 0, slot, :, :start], k[index].transpose(0, 1)), dim=1)
+        values = torch.cat((before[1, 1, slot, :, :start], v[index].transpose(0, 1)), dim=1)
+        seen = [
+            [j <= start + i and (window is None or start + i - j < window) for j in range(start + num_rows)]
+            for i in range(num_rows)
+        ]
+        expected = attention_reference(q[index].transpose(0, 1)[None], keys[None], values[None], torch.tensor(seen))
+        torch.testing.assert_close(mixed[index], expected[0].transpose(0, 1))
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=["per-request", "batched", "row-invariant"])

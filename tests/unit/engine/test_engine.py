@@ -50,7 +50,7 @@ class FlawedReplay:
         self._inner, self._wrong, self._vocab_size = inner, wrong, vocab_size
         for name in ("name", "num_draft_tokens", "num_candidates", "max_positions", "target_layer_ids", "cache"):
             setattr(self, name, getattr(inner, name))
-        self.write_context = inner.write_context
+        self.write_context, self.settle = inner.write_context, inner.settle
 
     def propose(self, rows, state, *, all_greedy):
         ids = self._inner.propose(rows, state, all_greedy=all_greedy).ids_BK

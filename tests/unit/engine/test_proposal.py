@@ -21,13 +21,13 @@ CPU = torch.device("cpu")
 def make_proposer(
     target: LoadedTarget, drafter: LoadedDrafter, *, is_batched: bool, method: str = "greedy", num_draft_tokens: int = 7
 ) -> BlockProposer:
-    contract = drafter.contract
+    num_kv_heads, head_size = drafter.model.backbone.cache_shape
     cache = KeyValueCache(
-        num_layers=contract.num_layers,
+        num_layers=drafter.contract.num_layers,
         num_slots=2,
-        num_kv_heads=contract.num_kv_heads,
+        num_kv_heads=num_kv_heads,
         capacity=64,
-        head_size=contract.head_size,
+        head_size=head_size,
         dtype=torch.float32,
         device=CPU,
     )

@@ -54,3 +54,9 @@ def test_drafts_per_step() -> None:
     assert draft_tokens_per_step(drafter, ReplayProposer(lambda slot: None, 4), EngineSettings()) == 4
     with pytest.raises(ConfigError, match="num_draft_tokens is 8; the drafter was trained to propose 7"):
         draft_tokens_per_step(drafter, None, EngineSettings(num_draft_tokens=8))
+
+
+def test_a_drafter_that_goes_token_by_token_goes_on_for_as_long_as_asked() -> None:
+    _, drafter = loaded(drafter_family="eagle3")
+    assert draft_tokens_per_step(drafter, None, EngineSettings()) == 7
+    assert draft_tokens_per_step(drafter, None, EngineSettings(num_draft_tokens=20)) == 20

@@ -43,7 +43,7 @@ class Bench:
 
     def prefill(self, slot: int, prompt: list[int]) -> int:
         self.state.admit(slot, SamplingParameters(), seed=slot)
-        chunk = PrefillChunk(slot, prompt, 0, True, GREEDY, True)
+        chunk = PrefillChunk(slot, prompt, 0, None, GREEDY, True)
         first = prefill_chunk(self.target.model, self.proposer, self.cache, self.state, self.choice, chunk)
         assert first is not None
         return first

@@ -19,8 +19,9 @@ from paceline.checkpoint.contract import RopeSettings, TargetLayerId
 from paceline.errors import CheckpointError, CompatibilityError, ConfigError
 from paceline.models import loading
 from paceline.models.attends import WholeSequence
+from paceline.models.building import initialise_drafter
 from paceline.models.layers import Linear
-from paceline.models.loading import LoadedTarget, initialise_drafter, load_drafter, load_target, resolve_device
+from paceline.models.loading import LoadedTarget, load_drafter, load_target, resolve_device
 
 SIZES = {
     "num_hidden_layers": 4,

@@ -55,7 +55,7 @@ def test_values_and_gradients_match_the_definition(
     kl, ce = terms
     hidden, teacher, labels, weights, head = random_case(num_rows, width, vocab_size, seed)
     ours, theirs = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
-    loss, correct = linear_cross_entropy(ours, teacher, labels, weights, head, kl=kl, ce=ce, chunk_rows=chunk_rows)
+    loss, correct, _ = linear_cross_entropy(ours, teacher, labels, weights, head, kl=kl, ce=ce, chunk_rows=chunk_rows)
     expected = linear_cross_entropy_reference(theirs, teacher, labels, weights, head, kl=kl, ce=ce)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     slow = slow_loss(hidden, teacher, labels, weights, head, kl, ce)
@@ -71,21 +71,21 @@ def test_values_and_gradients_match_the_definition(
 def test_golden_numbers() -> None:
     p, q = torch.tensor([[0.6, 0.3, 0.1]]), torch.tensor([[0.5, 0.2, 0.3]])
     arguments = (q.log(), p.log(), torch.tensor([0]), torch.ones(1), torch.eye(3))
-    divergence, _ = linear_cross_entropy(*arguments, kl=1.0, ce=0.0)
+    divergence, _, _ = linear_cross_entropy(*arguments, kl=1.0, ce=0.0)
     assert float(divergence) == pytest.approx(0.1212, abs=5e-5)
-    entropy, _ = linear_cross_entropy(*arguments, kl=0.0, ce=1.0)
+    entropy, _, _ = linear_cross_entropy(*arguments, kl=0.0, ce=1.0)
     assert float(entropy) == pytest.approx(0.6931, abs=5e-5)
-    both, _ = linear_cross_entropy(*arguments, kl=0.5, ce=2.0)
+    both, _, _ = linear_cross_entropy(*arguments, kl=0.5, ce=2.0)
     assert float(both) == pytest.approx(0.5 * 0.1212 + 2 * 0.6931, abs=2e-4)
     # The other direction is another number: KL(q || p) would be a different objective.
-    reverse, _ = linear_cross_entropy(p.log(), q.log(), *arguments[2:], kl=1.0, ce=0.0)
+    reverse, _, _ = linear_cross_entropy(p.log(), q.log(), *arguments[2:], kl=1.0, ce=0.0)
     assert float(reverse) == pytest.approx(0.1573, abs=5e-5)
 
 
 def test_a_student_that_equals_its_teacher_is_done() -> None:
     hidden, _, labels, weights, head = random_case(5)
     student = hidden.clone().requires_grad_()
-    loss, _ = linear_cross_entropy(student, hidden, labels, weights, head, kl=1.0, ce=0.0)
+    loss, _, _ = linear_cross_entropy(student, hidden, labels, weights, head, kl=1.0, ce=0.0)
     loss.backward()
     assert abs(float(loss.detach())) < 1e-6
     assert student.grad is not None and student.grad.abs().max() < 1e-6
@@ -95,18 +95,18 @@ def test_weights_of_zero_silence_a_row() -> None:
     hidden, teacher, labels, weights, head = random_case(4)
     weights[2] = 0.0
     student = hidden.clone().requires_grad_()
-    loss, _ = linear_cross_entropy(student, teacher, labels, weights, head, kl=1.0, ce=1.0)
+    loss, _, _ = linear_cross_entropy(student, teacher, labels, weights, head, kl=1.0, ce=1.0)
     loss.backward()
     assert student.grad is not None and torch.equal(student.grad[2], torch.zeros(6))
     keep = [0, 1, 3]
-    part, _ = linear_cross_entropy(hidden[keep], teacher[keep], labels[keep], weights[keep], head, kl=1.0, ce=1.0)
+    part, _, _ = linear_cross_entropy(hidden[keep], teacher[keep], labels[keep], weights[keep], head, kl=1.0, ce=1.0)
     torch.testing.assert_close(loss.detach(), part)
 
 
 def test_no_rows_give_zero_and_a_gradient_of_zeros() -> None:
     hidden, teacher, labels, weights, head = random_case(0)
     student = hidden.requires_grad_()
-    loss, correct = linear_cross_entropy(student, teacher, labels, weights, head, kl=1.0, ce=1.0)
+    loss, correct, _ = linear_cross_entropy(student, teacher, labels, weights, head, kl=1.0, ce=1.0)
     loss.backward()
     assert float(loss.detach()) == 0.0 and correct.shape == (0,) and correct.dtype == torch.bool
     assert student.grad is not None and student.grad.shape == (0, 6)
@@ -123,7 +123,7 @@ def test_only_the_student_receives_a_gradient() -> None:
 
 def test_large_logits_stay_finite() -> None:
     hidden, teacher, labels, weights, head = random_case(3)
-    loss, _ = linear_cross_entropy(hidden * 1e4, teacher * 1e4, labels, weights, head, kl=1.0, ce=1.0)
+    loss, _, _ = linear_cross_entropy(hidden * 1e4, teacher * 1e4, labels, weights, head, kl=1.0, ce=1.0)
     assert torch.isfinite(loss)
 
 
@@ -132,7 +132,7 @@ def test_16_bit_states_are_summed_in_float32() -> None:
         t.bfloat16() if t.dtype == torch.float32 and t.dim() == 2 else t for t in random_case(64, 16, 50)
     )
     student = hidden.clone().requires_grad_()
-    loss, _ = linear_cross_entropy(student, teacher, labels, weights, head, kl=1.0, ce=1.0, chunk_rows=10)
+    loss, _, _ = linear_cross_entropy(student, teacher, labels, weights, head, kl=1.0, ce=1.0, chunk_rows=10)
     loss.backward()
     assert loss.dtype == torch.float32 and student.grad is not None and student.grad.dtype == torch.bfloat16
     exact = linear_cross_entropy_reference(hidden, teacher, labels, weights, head, kl=1.0, ce=1.0)
@@ -144,7 +144,7 @@ def test_a_kl_term_without_a_teacher_is_refused() -> None:
     for function in (linear_cross_entropy, linear_cross_entropy_reference):
         with pytest.raises(AssertionError, match="teacher"):
             function(hidden, None, labels, weights, head, kl=1.0, ce=1.0)
-    loss, _ = linear_cross_entropy(hidden, None, labels, weights, head, kl=0.0, ce=1.0)
+    loss, _, _ = linear_cross_entropy(hidden, None, labels, weights, head, kl=0.0, ce=1.0)
     assert torch.isfinite(loss)
 
 
@@ -164,7 +164,7 @@ def test_the_form_for_the_compiler_fills_its_last_chunk_without_a_trace(
     results = []
     for compiled in (False, True):
         student = hidden.clone().requires_grad_()
-        loss, correct = linear_cross_entropy(
+        loss, correct, _ = linear_cross_entropy(
             student, teacher, labels, weights, head, kl=0.7, ce=0.4, chunk_rows=4, compiled=compiled
         )
         loss.backward()
@@ -172,3 +172,14 @@ def test_the_form_for_the_compiler_fills_its_last_chunk_without_a_trace(
         results.append((loss.detach(), correct, student.grad))
     assert set(shapes) <= {(4, 11)}
     torch.testing.assert_close(results[1], results[0])
+
+
+def test_candidates_are_the_best_ids_of_every_row() -> None:
+    hidden, head = torch.randn(11, 8), torch.randn(40, 8)
+    labels, weights = torch.zeros(11, dtype=torch.long), torch.ones(11)
+    _, _, candidates = linear_cross_entropy(
+        hidden, None, labels, weights, head, kl=0.0, ce=1.0, chunk_rows=4, num_candidates=3
+    )
+    assert torch.equal(candidates, (hidden @ head.T).topk(3).indices)
+    _, _, none = linear_cross_entropy(hidden, None, labels, weights, head, kl=0.0, ce=1.0)
+    assert none.shape == (11, 0)

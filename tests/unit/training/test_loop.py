@@ -20,7 +20,8 @@ from paceline.checkpoint.names import drafter_destinations
 from paceline.checkpoint.weights import open_safetensors, open_safetensors_file
 from paceline.configuration.run import TrainRun
 from paceline.errors import CapacityError, ConfigError, DataError, NumericError
-from paceline.models.loading import LoadedTarget, initialise_drafter, load_drafter
+from paceline.models.building import initialise_drafter
+from paceline.models.loading import LoadedTarget, load_drafter
 from paceline.training import loop
 from paceline.training.features import TargetFeatures
 from paceline.training.loop import Outcome, drafter_contract, train

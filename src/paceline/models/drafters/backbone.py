@@ -15,8 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.contract import DrafterContract
-from paceline.models.layers import Attend, DecoderLayer, Linear, LinearMode, RMSNorm, RotaryRows, set_linear_mode
+from paceline.errors import ShapeError
+from paceline.models.layers import (
+    Attend,
+    DecoderLayer,
+    Linear,
+    LinearMode,
+    RMSNorm,
+    RotaryRows,
+    SelfAttention,
+    set_linear_mode,
+)
 from paceline.models.positions import position_table
+from paceline.ops.context_kv import write_context_kv
 from paceline.ops.rms_norm import rms_norm
 from paceline.ops.rotary import expand_rotary, turn_heads
 
@@ -125,13 +136,53 @@ class DrafterBackbone(nn.Module):
             v = v * self.contract.attention_value_scale
         return list(zip(k.unbind(-3), v.unbind(-3), strict=True))
 
-    def forward(self, embeddings_BQD: Tensor, positions_BQ: Tensor, attend: Attend) -> Tensor:
-        """Run the block rows through every layer; returns [B, Q, D] after the final norm."""
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the context projections of all layers are one product, which `write_context` takes."""
+        return self._stacked_kv is not None
+
+    def write_context(self, features_BTD: Tensor, slots_B: Tensor, positions_BT: Tensor, planes: Tensor) -> None:
+        """`context_kv` and its storing for all layers in one pass, without reading a tensor on the host.
+
+        Args:
+            features_BTD: from `context_features`.
+            slots_B: int64.
+            positions_BT: int64, absolute; rows past the position table are turned as its last one.
+            planes: [layers, 2, slots, M, capacity, H], written in place.
+        """
+        assert self._stacked_kv is not None, "the caller asks `is_stacked`"
+        write_context_kv(
+            self._stacked_kv(features_BTD).flatten(0, 1).unflatten(-1, (len(self.layers), -1)),
+            self._stacked_k_gain.squeeze(1),
+            self.position_table,
+            positions_BT.flatten(),
+            slots_B.repeat_interleave(positions_BT.shape[1]),
+            planes,
+            eps=self.contract.rms_norm_eps,
+            is_neox_style=self.contract.is_neox_style,
+            value_scale=self.contract.attention_value_scale,
+        )
+
+    def forward(
+        self, embeddings_BQD: Tensor, positions_BQ: Tensor, attend: Attend, *, block_rows: int | None = None
+    ) -> Tensor:
+        """Run the block rows through every layer.
+
+        Args:
+            embeddings_BQD: embedded rows of one block per request, or of several of the same length.
+            positions_BQ: int64, absolute.
+            attend: attention of the rows.
+            block_rows: rows of a block; None where Q is one block. Layers that look along the block must know where
+                it starts: with a wrong length, rows leak into the next block.
+        Returns:
+            [B, Q, D] after the final norm.
+        """
         x = embeddings_BQD
         neox = self.contract.is_neox_style
         rows = expand_rotary(self.position_table[positions_BQ], x.dtype, is_neox_style=neox)
+        along_block = {} if self.contract.convolution is None else {"offset_R": _offsets(positions_BQ, block_rows)}
         for index, layer in enumerate(self.layers):
-            x = layer(x, rows, attend, index, is_neox_style=neox)
+            x = layer(x, rows, attend, index, is_neox_style=neox, **along_block)
         hidden: Tensor = self.norm(x)
         return hidden
 
@@ -141,7 +192,7 @@ class DrafterBackbone(nn.Module):
             set_linear_mode(self, mode)
             return
         stacked = Linear(self.contract.hidden_size, 0, bias=self.contract.attention_bias)
-        attentions = [layer.self_attn for layer in self._decoder_layers()]
+        attentions = [cast(SelfAttention, layer.self_attn) for layer in self.layers]
         weights = [attention.qkv_proj.weight[attention.q_size :] for attention in attentions]
         stacked.weight = nn.Parameter(torch.cat(weights).detach(), requires_grad=False)
         biases = [a.qkv_proj.bias[a.q_size :] for a in attentions if a.qkv_proj.bias is not None]
@@ -155,5 +206,11 @@ class DrafterBackbone(nn.Module):
         """Parameters by the names that `checkpoint/names.py` maps to files."""
         return {name: p for name, p in self.named_parameters() if not name.startswith("_stacked_kv.")}
 
-    def _decoder_layers(self) -> list[DecoderLayer]:
-        return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+
+def _offsets(positions_BQ: Tensor, block_rows: int | None) -> Tensor:
+    """int64 [B * Q]: each row's index in its own block. Positions cannot tell: they are clamped at the table's end."""
+    B, Q = positions_BQ.shape
+    if block_rows is not None and Q % block_rows:
+        raise ShapeError("block rows", expected=f"[B, a multiple of {block_rows}]", found=positions_BQ.shape)
+    offset_Q = torch.arange(Q, device=positions_BQ.device)
+    return (offset_Q if block_rows is None else offset_Q % block_rows).repeat(B)

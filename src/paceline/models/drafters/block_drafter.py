@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.contract import DrafterContract
 from paceline.models.drafters.backbone import DrafterBackbone, plain_layer
-from paceline.models.drafters.proposal import DraftSampling, Proposal
+from paceline.models.drafters.proposal import MAX_CANDIDATES, DraftSampling, Proposal
 from paceline.models.drafters.vocabulary import DraftVocabulary, Lender
 from paceline.models.layers import LinearMode, set_linear_mode
 
@@ -38,6 +38,11 @@ class BlockDrafter(nn.Module):
         self.contract = contract
         self.backbone = DrafterBackbone(contract, max_positions=max_positions, make_layer=make_layer)
         self.vocabulary = DraftVocabulary(contract)
+
+    @property
+    def num_candidates(self) -> int:
+        """C: candidates per position of a "probabilistic" proposal."""
+        return min(MAX_CANDIDATES, self.contract.draft_vocab_size)
 
     def num_rows(self, num_draft_tokens: int) -> int:
         """Q: rows of a block that proposes `num_draft_tokens`."""

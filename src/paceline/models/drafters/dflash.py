@@ -10,6 +10,7 @@ from torch import Tensor
 from paceline.checkpoint.contract import DrafterContract
 from paceline.errors import CheckpointError
 from paceline.models.drafters.block_drafter import BlockDrafter
+from paceline.models.drafters.draw import draw_rows
 from paceline.models.drafters.proposal import DraftSampling, Proposal
 
 
@@ -37,4 +38,4 @@ class DFlashDrafter(BlockDrafter):
         self, hidden_BKD: Tensor, logits_BKV: Tensor, anchor_ids_B: Tensor, sampling: DraftSampling
     ) -> Proposal:
         """Choose each position on its own."""
-        return sampling.draw(logits_BKV, self.vocabulary.to_target_ids)
+        return draw_rows(logits_BKV, sampling, self.vocabulary)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -61,25 +60,3 @@ class DraftSampling:
         offsets_K = torch.arange(first, first + ids_BKC.shape[1], device=ids_BKC.device)
         positions_BK1 = (self.position_B[:, None] + offsets_K)[:, :, None]
         return gumbel_from_hash(hash32(keys_B11, positions_BK1, ids_BKC, DRAFT))
-
-    def draw(self, logits_BKV: Tensor, to_target_ids: Callable[[Tensor], Tensor], *, first: int = 0) -> Proposal:
-        """Choose each position on its own; "probabilistic" draws from the best `MAX_CANDIDATES` logits.
-
-        Args:
-            logits_BKV: any float dtype, over draft ids.
-            to_target_ids: target ids of draft ids.
-            first: which draft the first of these K positions is, from 0.
-        """
-        if self.method == "greedy":
-            # on a CPU four times as fast as argmax, same ties
-            return Proposal(to_target_ids(logits_BKV.max(dim=-1).indices))
-        values_BKC, drafts_BKC = logits_BKV.float().topk(min(MAX_CANDIDATES, logits_BKV.shape[-1]), dim=-1)
-        ids_BKC = to_target_ids(drafts_BKC)
-        is_greedy_B = self.temperature_B <= 0
-        divisor_B = torch.where(is_greedy_B, torch.ones_like(self.temperature_B), self.temperature_B)
-        log_q_BKC = (values_BKC / divisor_B[:, None, None]).log_softmax(dim=-1)
-        drawn_BK1 = (log_q_BKC + self.gumbel(ids_BKC, first=first)).argmax(dim=-1, keepdim=True)
-        drawn_BK = ids_BKC.gather(-1, drawn_BK1).squeeze(-1)
-        # topk lists equal logits in any order, argmax takes the lowest id, which is what the target's own argmax does.
-        best_BK = to_target_ids(logits_BKV.argmax(dim=-1))
-        return Proposal(torch.where(is_greedy_B[:, None], best_BK, drawn_BK), ids_BKC, log_q_BKC)

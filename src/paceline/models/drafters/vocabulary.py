@@ -72,3 +72,36 @@ class DraftVocabulary(nn.Module):
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Target ids of draft ids; the same tensor where the vocabularies are one."""
         return draft_ids if self.target_ids_V is None else self.target_ids_V[draft_ids]
+
+    def set_tables(self, draft_to_target_V: Tensor | None, mask_embedding_D: Tensor | None) -> None:
+        """Fill in what a checkpoint stores beside its parameters; what the contract has no place for stays out.
+
+        Args:
+            draft_to_target_V: int64, the target id of every draft id.
+            mask_embedding_D: the row of the mask token.
+        """
+        for place, table in ((self.target_ids_V, draft_to_target_V), (self.mask_embedding_D, mask_embedding_D)):
+            assert (place is None) == (table is None), "the contract and the checkpoint's side tables disagree"
+            if place is not None and table is not None:
+                place.copy_(table)
+
+    def drop_copies(self, embedding_VD: Tensor, head_VD: Tensor) -> list[str]:
+        """Share the target's tables where the drafter's own are the same, bit for bit.
+
+        Equality decides, never the existence of a name: a fine-tuned table must not be replaced in silence.
+
+        Returns:
+            Which were dropped: "embedding", "output head".
+        """
+        dropped = []
+        if self.embed_tokens is not None and _is_same(self.embed_tokens.weight, embedding_VD):
+            self.embed_tokens = None
+            dropped.append("embedding")
+        if self.lm_head is not None and self.target_ids_V is None and _is_same(self.lm_head.weight, head_VD):
+            self.lm_head = None
+            dropped.append("output head")
+        return dropped
+
+
+def _is_same(own: Tensor, lent: Tensor) -> bool:
+    return own.shape == lent.shape and torch.equal(own, lent)

@@ -261,7 +261,9 @@ def propose(
         position_B=torch.full((num_requests,), position),
         step_B=torch.full((num_requests,), step),
     )
-    return tiny_drafter().propose(logits_BKV[..., :0], logits_BKV, torch.zeros(num_requests).long(), sampling)
+    size = logits_BKV.shape[-1]
+    drafter = tiny_drafter(vocab_size=size, draft_vocab_size=size, target_vocab_size=size)
+    return drafter.propose(logits_BKV[..., :0], logits_BKV, torch.zeros(num_requests).long(), sampling)
 
 
 def test_greedy_proposals_are_one_hot_argmaxes() -> None:

@@ -9,6 +9,8 @@ import pytest
 
 from paceline.checkpoint.contract import DrafterContract
 from paceline.checkpoint.dialects import contract_from_config, write_drafter_config
+from paceline.checkpoint.dialects.keys import Place, check_keys, lift, nested
+from paceline.checkpoint.target_config import ConfigReader
 from paceline.errors import CheckpointError
 
 Make = Callable[..., DrafterContract]
@@ -20,30 +22,6 @@ def refusal(config: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "family"),
-    [
-        ("DFlash2DraftModel", "DFlash2"),
-        ("Qwen3DSparkModel", "DSpark"),
-        ("DSparkDraftModel", "DSpark"),
-        ("K3DSparkModel", "DSpark"),
-        ("LlamaForCausalLMEagle3", "EAGLE-3"),
-        ("PEagleDraftModel", "P-EAGLE"),
-        ("LiLiCorrDraftModel", "LiLiCorr"),
-        ("Qwen3XPressModel", "XPress"),
-        ("DFlashLagunaForCausalLM", "Laguna"),
-    ],
-)
-def test_other_families_are_refused_by_name(make_drafter: Make, architecture: str, family: str) -> None:
-    message = refusal(write_drafter_config(make_drafter()) | {"architectures": [architecture]})
-    assert family in message and architecture in message and "DFlashDraftModel" in message
-
-
-def test_speculators_layout_is_refused_by_name(make_drafter: Make) -> None:
-    message = refusal(write_drafter_config(make_drafter()) | {"speculators_model_type": "dflash"})
-    assert "speculators layout" in message
-
-
 @pytest.mark.parametrize("architectures", [None, [], "DFlashDraftModel", ["DFlashDraftModel", "Other"]])
 def test_architectures_must_be_one(make_drafter: Make, architectures: object) -> None:
     assert "architectures is" in refusal(write_drafter_config(make_drafter()) | {"architectures": architectures})
@@ -52,7 +30,7 @@ def test_architectures_must_be_one(make_drafter: Make, architectures: object) ->
 def test_unknown_architecture_and_model_type(make_drafter: Make) -> None:
     config = write_drafter_config(make_drafter())
     assert "'FooDraftModel' is not supported" in refusal(config | {"architectures": ["FooDraftModel"]})
-    assert "model_type is 'dflash'" in refusal(config | {"model_type": "dflash"})
+    assert "model_type is 'llama'" in refusal(config | {"model_type": "llama"})
 
 
 @pytest.mark.parametrize(
@@ -87,13 +65,7 @@ def test_unknown_key_is_refused_in_either_place(make_drafter: Make, nested: bool
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [
-        ("hidden_act", "gelu"),
-        ("has_own_lm_head", True),
-        ("logit_scale", 0.5),
-        ("quantization_config", {"quant_method": "fp8"}),
-        ("use_aux_hidden_state", False),
-    ],
+    [("hidden_act", "gelu"), ("logit_scale", 0.5), ("mlp_bias", True), ("use_aux_hidden_state", False)],
 )
 def test_options_that_are_not_served_are_refused(make_drafter: Make, key: str, value: object) -> None:
     config = write_drafter_config(make_drafter())
@@ -101,11 +73,34 @@ def test_options_that_are_not_served_are_refused(make_drafter: Make, key: str, v
     assert f"{key} is {value!r}" in refusal(config | {key: value})
 
 
-@pytest.mark.parametrize(("key", "value"), [("attention_sink_bias", True), ("attention_value_scale", 0.5)])
-def test_nested_options_that_are_not_served_are_refused(make_drafter: Make, key: str, value: object) -> None:
-    config = write_drafter_config(make_drafter())
-    config["dflash_config"][key] = value
-    assert f"dflash_config.{key} is {value!r}" in refusal(config)
+def test_true_is_not_one() -> None:
+    """A neutral value of another type is another value: `1` is no `true`, and `false` no `0`."""
+    reader = ConfigReader({}, "c")
+    place = Place("", {"a": True, "b": 0})
+    check_keys(place, reader, kind="x", read=(), neutral={"a": (True,), "b": (0,)})
+    for neutral in ({"a": (1,), "b": (0,)}, {"a": (True,), "b": (False,)}):
+        with pytest.raises(CheckpointError, match="supported is"):
+            check_keys(place, reader, kind="x", read=(), neutral=neutral)
+
+
+def test_lift_takes_any_place_and_spelling_and_refuses_contradictions() -> None:
+    reader = ConfigReader({}, "c")
+    spellings = {"mask_token_id": ("mask_token_id", "dspark_noise_token_id"), "block_size": ("block_size",)}
+    inner = Place("dflash_config", {"mask_token_id": 5, "block_size": None})
+    top = Place("", {"dspark_noise_token_id": 5})
+    assert lift(spellings, (inner, top), reader) == {"mask_token_id": 5, "block_size": None}
+    with pytest.raises(CheckpointError) as caught:
+        lift(spellings, (inner, Place("", {"dspark_noise_token_id": 6})), reader)
+    assert "dflash_config.mask_token_id is 5 and the top-level dspark_noise_token_id is 6" in caught.value.message
+    with pytest.raises(CheckpointError, match="True and"):
+        lift({"a": ("a",)}, (Place("x", {"a": True}), Place("", {"a": 1})), reader)
+
+
+def test_a_nested_object_must_be_one() -> None:
+    reader = ConfigReader({}, "c")
+    assert nested({}, "x", reader).values == nested({"x": None}, "x", reader).values == {}
+    with pytest.raises(CheckpointError, match=r"x is \[1\], expected an object"):
+        nested({"x": [1]}, "x", reader)
 
 
 @pytest.mark.parametrize(

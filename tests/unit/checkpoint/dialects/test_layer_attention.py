@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.checkpoint.contract import DrafterContract
-from paceline.checkpoint.layer_attention import FULL, SLIDING, layer_attention_keys, resolve_layer_attention
+from paceline.checkpoint.dialects.layer_attention import FULL, SLIDING, layer_attention_keys, resolve_layer_attention
 from paceline.errors import CheckpointError
 
 S, F = SLIDING, FULL

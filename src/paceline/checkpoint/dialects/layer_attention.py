@@ -1,4 +1,4 @@
-"""Window and causality of each drafter layer: how the z-lab dialect states them, resolved and written.
+"""Window and causality of each drafter layer: how the layouts state them, resolved and written.
 
 Engines resolve these keys differently; a sliding layer that is served causally although it was trained bidirectionally
 accepts less and raises nothing. The table of cases in the tests is the specification's.
@@ -88,6 +88,46 @@ def layer_attention_keys(contract: DrafterContract) -> tuple[list[str], int | No
             f"{list(contract.layer_windows)}; this dialect cannot state it"
         )
     return layer_types, next(iter(windows), None), causal
+
+
+def resolve_sliding_causal(
+    num_layers: int, *, layer_types: Sequence[str] | None, sliding_window: int | None, non_causal: bool
+) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
+    """Decide window and causality as speculators trains: causal only in sliding layers, and only unless `non_causal`.
+
+    Args:
+        num_layers: drafter layers.
+        layer_types: as for `resolve_layer_attention`.
+        sliding_window: tokens that a sliding layer may see, the query included.
+        non_causal: `sliding_window_non_causal`.
+    Returns:
+        (window per layer or None for all tokens, causality per layer).
+    Raises:
+        CheckpointError: a sliding layer has no window, or a value is malformed.
+    Source: speculators 0.9; engines that carry the flag over to full layers serve another drafter than was trained.
+    """
+    windows, _ = resolve_layer_attention(
+        num_layers, layer_types=layer_types, sliding_window=sliding_window, dflash_config={}, is_causal=None
+    )
+    return windows, tuple(window is not None and not non_causal for window in windows)
+
+
+def require_full_attention(layer_types: Sequence[str] | None, layout: str) -> None:
+    """Refuse windows in a layout whose trainers have none; a list of another length is a copy of the target's.
+
+    Raises:
+        CheckpointError: a layer is not of full attention.
+    """
+    if layer_types and set(layer_types) != {FULL}:
+        raise CheckpointError(
+            f"layer_types has {sorted(set(layer_types))}; drafters of the {layout} layout have {FULL!r} only"
+        )
+
+
+def effective_window(config: Mapping[str, Any]) -> int | None:
+    """`sliding_window` as Hugging Face reads it: dropped where its switch is off."""
+    window: int | None = None if config.get("use_sliding_window") is False else config.get("sliding_window")
+    return window
 
 
 def _optional_flag(key: str, value: object) -> bool | None:

@@ -10,12 +10,19 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
+from tests.unit.checkpoint.dialects.strategies import contracts
 
-from paceline.checkpoint.contract import DrafterContract, RopeSettings, TargetLayerId
+from paceline.checkpoint.contract import (
+    ConvolutionSettings,
+    DrafterContract,
+    MarkovSettings,
+    RopeSettings,
+    SelectorSettings,
+    TargetLayerId,
+)
 from paceline.checkpoint.dialects import (
     contract_from_config,
-    default_target_layer_ids,
+    file_names,
     read_drafter_contract,
     write_drafter_config,
 )
@@ -150,7 +157,7 @@ def test_two_places_that_differ_are_refused_with_both_values(config: dict[str, A
         (public_config(head_dim="absent"), "head_dim is missing"),
         (public_config(head_dim=63), "needs? an even one"),
         (public_config(dtype="absent"), "dtype is None"),
-        (public_config(draft_vocab_size=32000), "supported is the full vocabulary, 151936"),
+        (public_config(draft_vocab_size=151937), "draft_vocab_size is 151937, more than the 151936"),
         (public_config(num_key_value_heads=5), "not a multiple of num_key_value_heads 5"),
         (public_config(layer_types=["sliding_attention"] * 5), "are sliding and sliding_window is None"),
         (public_config(layer_types=["sliding_attention"] * 5, sliding_window=64), "use_sliding_window true"),
@@ -213,57 +220,11 @@ def test_soft_cap_of_zero_or_null_is_off(off: float | None) -> None:
     assert contract_from_config(with_nested(final_logit_softcapping=off), "c").final_logit_softcapping is None
 
 
-@st.composite
-def contracts(draw: st.DrawFn) -> DrafterContract:
-    num_layers, num_kv_heads = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    depth, vocab_size = draw(st.integers(2, 40)), draw(st.integers(8, 10**6))
-    taps = draw(st.sets(st.integers(-1, depth - 2), min_size=1, max_size=6))
-    window = draw(st.none() | st.integers(1, 4096))
-    windows = tuple(window if draw(st.booleans()) else None for _ in range(num_layers))
-    causal = draw(
-        st.sampled_from([(False,) * num_layers, (True,) * num_layers, tuple(one is not None for one in windows)])
-    )
-    positive = st.floats(1e-3, 1e6, allow_nan=False)
-    return DrafterContract(
-        family="dflash",
-        origin="c",
-        target_name=draw(st.text(max_size=8)),
-        target_num_layers=depth,
-        target_hidden_size=draw(st.integers(1, 8192)),
-        target_vocab_size=draw(st.integers(1, 10**6)),
-        target_layer_ids=tuple(TargetLayerId(tap) for tap in sorted(taps)),
-        aux_hidden_stream=draw(st.sampled_from(["prefix", "attn_res"])),
-        has_tap_norm=draw(st.booleans()),
-        block_size=draw(st.integers(2, 64)),
-        layout=draw(st.sampled_from(["fill_in", "anchor_sampling"])),
-        mask_token_id=draw(st.integers(0, vocab_size - 1)),
-        vocab_size=vocab_size,
-        draft_vocab_size=vocab_size,
-        num_layers=num_layers,
-        hidden_size=draw(st.integers(1, 8192)),
-        intermediate_size=draw(st.integers(1, 8192)),
-        num_heads=num_kv_heads * draw(st.integers(1, 4)),
-        num_kv_heads=num_kv_heads,
-        head_size=2 * draw(st.integers(1, 128)),
-        rms_norm_eps=draw(st.floats(1e-8, 1e-3)),
-        attention_bias=draw(st.booleans()),
-        rope=RopeSettings(theta=draw(positive), kind="linear", factor=draw(positive)),
-        is_neox_style=draw(st.booleans()),
-        max_position_embeddings=draw(st.integers(1, 10**6)),
-        layer_windows=windows,
-        layer_causal=causal,
-        input_embedding_scale=draw(positive),
-        output_multiplier=draw(positive),
-        final_logit_softcapping=draw(st.none() | positive),
-        draft_sample_method=draw(st.sampled_from(["greedy", "probabilistic"])),
-        dtype=draw(st.sampled_from(["bfloat16", "float16", "float32"])),
-    )
-
-
-@given(contract=contracts())
+@given(contract=contracts("dflash") | contracts("dflash2"))
 def test_written_contract_reads_back_the_same(contract: DrafterContract) -> None:
     text = json.dumps(write_drafter_config(contract), allow_nan=False)
-    assert contract_from_config(json.loads(text), "c") == contract
+    names = file_names(contract).values()
+    assert contract_from_config(json.loads(text), "c", names) == contract
 
 
 def test_every_optional_field_is_written(make_drafter: Callable[..., DrafterContract]) -> None:
@@ -314,51 +275,6 @@ def test_missing_damaged_and_wrong_folders(tmp_path: Path, write_config: WriteCo
         read_drafter_contract(folder)
     with pytest.raises(CheckpointError, match="is not a folder"):
         read_drafter_contract(folder / "config.json")
-    folder = write_config(public_config())
-    (folder / "mask_embedding.pt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"mask_embedding\.pt replaces the embedding"):
-        read_drafter_contract(folder)
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "num_taps", "expected"),
-    [
-        (28, 5, [1, 7, 13, 19, 25]),
-        (32, 5, [1, 8, 15, 22, 29]),
-        (36, 5, [1, 9, 17, 25, 33]),
-        (40, 5, [1, 10, 19, 28, 37]),
-        (48, 5, [1, 12, 23, 34, 45]),
-        (59, 5, [1, 15, 28, 42, 56]),
-        (61, 5, [1, 15, 30, 44, 58]),
-        (64, 5, [1, 16, 31, 46, 61]),
-        (93, 5, [1, 23, 46, 68, 90]),
-        (36, 3, [1, 17, 33]),
-        (36, 1, [18]),
-    ],
-)
-def test_default_taps(num_layers: int, num_taps: int, expected: list[int]) -> None:
-    assert list(default_target_layer_ids(num_layers, num_taps)) == expected
-
-
-def test_half_up_rounding_would_be_noticed() -> None:
-    half_up = [int(1 + index * (59 - 4) / 4 + 0.5) for index in range(5)]
-    assert half_up == [1, 15, 29, 42, 56] != list(default_target_layer_ids(59, 5))
-
-
-@pytest.mark.parametrize(("num_layers", "num_taps"), [(4, 2), (3, 3), (1, 1), (6, 5), (36, 0)])
-def test_too_many_taps_for_the_depth_are_refused(num_layers: int, num_taps: int) -> None:
-    with pytest.raises(CheckpointError, match="taps"):
-        default_target_layer_ids(num_layers, num_taps)
-
-
-@given(num_layers=st.integers(5, 200), num_taps=st.integers(1, 12))
-def test_default_taps_are_always_legal(num_layers: int, num_taps: int) -> None:
-    try:
-        taps = default_target_layer_ids(num_layers, num_taps)
-    except CheckpointError:
-        assert num_taps > (num_layers - 3) / 2  # only a shallow target refuses
-        return
-    assert len(taps) == num_taps and list(taps) == sorted(set(taps)) and taps[0] >= 0 and taps[-1] <= num_layers - 2
 
 
 def test_contract_fields_are_all_compared(make_drafter: Callable[..., DrafterContract]) -> None:
@@ -384,3 +300,80 @@ def test_contract_fields_are_all_compared(make_drafter: Callable[..., DrafterCon
     for field, value in changed.items():
         contract = dataclasses.replace(make_drafter(), **{field: value})
         assert json.dumps(write_drafter_config(contract)) != written, field
+
+
+def dflash2_config(**changes: Any) -> dict[str, Any]:
+    fields = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
+    config = public_config(architectures=["DFlash2DraftModel"])
+    config["dflash_config"] |= fields | changes
+    config["dflash_config"] = {key: value for key, value in config["dflash_config"].items() if value != "absent"}
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (dflash2_config(conv_kernel_size="absent"), "conv_kernel_size is missing"),
+        (dflash2_config(selector_top_k="absent"), "selector_top_k is missing"),
+        (dflash2_config(conv_kernel_size=17), "conv_kernel_size is 17, more than the 16 rows"),
+        (dflash2_config(conv_group_size=24), "conv_group_size 24 does not divide hidden_size 4096"),
+        (dflash2_config(selector_top_k=151937), "selector_top_k is 151937"),
+        (dflash2_config() | {"draft_vocab_size": 32000}, "draft_vocab_size is 32000; a DFlash2 selector has the full"),
+        (dflash2_config() | {"architectures": ["DFlashDraftModel"]}, "conv_group_size belongs to DFlash2"),
+        (public_config(architectures=["DFlash2DraftModel"]), "conv_kernel_size is missing"),
+        (dflash2_config(attention_mode="mla"), "attention_mode belongs to .*latent attention"),
+    ],
+)
+def test_dflash2_needs_all_its_keys_and_dflash_has_none(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        contract_from_config(config, "c")
+
+
+def test_dflash2_keys_may_stand_at_the_top() -> None:
+    """z-lab's own lookup takes either place."""
+    nested = dflash2_config()
+    flat = dflash2_config()
+    moved = {key: flat["dflash_config"].pop(key) for key in ("conv_kernel_size", "selector_rank")}
+    assert contract_from_config(flat | moved, "c") == contract_from_config(nested, "c")
+
+
+def test_sinks_in_both_spellings() -> None:
+    config = public_config(add_swa_attention_sink_bias=True)
+    assert contract_from_config(config, "c").has_attention_sink
+    assert contract_from_config(with_nested(attention_sink_bias=True), "c").has_attention_sink
+    config["dflash_config"]["attention_sink_bias"] = False
+    with pytest.raises(CheckpointError, match="attention_sink_bias is False and add_swa_attention_sink_bias is True"):
+        contract_from_config(config, "c")
+
+
+def test_family_and_parts_must_agree_to_be_written(make_drafter: Callable[..., DrafterContract]) -> None:
+    for changes in (
+        {"family": "dflash2"},
+        {"convolution": ConvolutionSettings(2, 8), "selector": SelectorSettings(4, 4)},
+        {"family": "dflash2", "convolution": ConvolutionSettings(2, 8)},
+    ):
+        with pytest.raises(CheckpointError, match="DFlash2 has both, DFlash neither"):
+            write_drafter_config(make_drafter(**changes))
+    with pytest.raises(CheckpointError, match="cannot state markov"):
+        write_drafter_config(make_drafter(markov=MarkovSettings(4, "vanilla")))
+
+
+def test_mask_id_sources() -> None:
+    """Nested, flat, or under PARD's names, as engines look for it; all that are there must agree."""
+    plain = contract_from_config(public_config(), "c")
+    for place in (
+        {"dflash_config": {"target_layer_ids": [1, 9, 17, 25, 33], "mask_token_id": 151669}},
+        {"mask_token_id": 151669},
+        {"pard_token": 151669},
+        {"ptd_token_id": 151669},
+    ):
+        config = with_nested(mask_token_id="absent") | place
+        assert contract_from_config(config, "c") == plain
+    for key in ("mask_token_id", "pard_token", "ptd_token_id"):
+        with pytest.raises(
+            CheckpointError, match=f"dflash_config.mask_token_id is 151669 and the top-level {key} is 3"
+        ):
+            contract_from_config(public_config(**{key: 3}), "c")
+    # DSpark's name for it is a sign of another family
+    with pytest.raises(CheckpointError, match="dspark_noise_token_id belongs to DSpark"):
+        contract_from_config(with_nested(mask_token_id="absent") | {"dspark_noise_token_id": 151669}, "c")

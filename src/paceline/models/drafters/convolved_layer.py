@@ -1,0 +1,108 @@
+"""DFlash2's decoder layer: attention and MLP, each between the two sides of a grouped dynamic convolution.
+
+B requests, Q rows of a [B] row (one block or several), R = B * Q flat rows, D width, T taps, G groups of channels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from paceline.checkpoint.contract import ConvolutionSettings, DrafterContract
+from paceline.models.drafters.backbone import plain_layer
+from paceline.models.drafters.latent import LatentDecoderLayer, latent_layer
+from paceline.models.layers import Attend, Block, DecoderLayer, Linear, RotaryRows
+from paceline.ops.grouped_convolution import grouped_convolution
+
+
+class GroupedConvolution(Block):
+    """Both sides of the convolution around a sublayer; their coefficients come from one projection of its input.
+
+    A new one is the identity: it hands every row on as it is.
+
+    Args:
+        hidden_size: D.
+        settings: taps, and channels per group.
+    """
+
+    def __init__(self, hidden_size: int, settings: ConvolutionSettings) -> None:
+        super().__init__()
+        self.num_taps = settings.num_taps
+        num_groups = hidden_size // settings.group_size
+        base_2TD = torch.zeros(2, settings.num_taps, hidden_size)
+        base_2TD[:, 0] = 1.0
+        self.base_kernel = nn.Parameter(base_2TD)
+        self.kernel_projection = Linear(hidden_size, 2 * settings.num_taps * num_groups)
+        nn.init.zeros_(self.kernel_projection.weight)
+
+    def prepare(self, x_BQD: Tensor, offset_R: Tensor) -> tuple[Tensor, Tensor]:
+        """Convolve a sublayer's input; the second result, [R, T, G], is what `finish` adds to its coefficients."""
+        delta_R2TG = self.kernel_projection(x_BQD).reshape(offset_R.shape[0], 2, self.num_taps, -1)
+        return self._convolve(x_BQD, 0, delta_R2TG[:, 0], offset_R), delta_R2TG[:, 1]
+
+    def finish(self, z_BQD: Tensor, delta_RTG: Tensor, offset_R: Tensor) -> Tensor:
+        """Convolve the sublayer's complete output, before it is added to the stream."""
+        return self._convolve(z_BQD, 1, delta_RTG, offset_R)
+
+    def _convolve(self, x_BQD: Tensor, side: int, delta_RTG: Tensor, offset_R: Tensor) -> Tensor:
+        y_RD = grouped_convolution(x_BQD.flatten(0, 1), self.base_kernel[side], delta_RTG, offset_R)
+        return y_RD.view(x_BQD.shape)
+
+
+class ConvolvedLayer(nn.Module):
+    """A decoder layer whose rows also look back along their block, around attention and around the MLP.
+
+    Context keys and values are those of the layer without convolutions.
+
+    Args:
+        plain: that layer; its parts become parts of this one.
+        hidden_size: D.
+        settings: of both convolutions.
+    """
+
+    def __init__(
+        self, plain: DecoderLayer | LatentDecoderLayer, hidden_size: int, settings: ConvolutionSettings
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = plain.input_layernorm
+        self.self_attn = plain.self_attn
+        self.post_attention_layernorm = plain.post_attention_layernorm
+        self.mlp = plain.mlp
+        self.attention_conv = GroupedConvolution(hidden_size, settings)
+        self.mlp_conv = GroupedConvolution(hidden_size, settings)
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        rows: RotaryRows,
+        attend: Attend,
+        layer: int,
+        *,
+        is_neox_style: bool = True,
+        offset_R: Tensor | None = None,
+    ) -> Tensor:
+        """Return the residual stream after this layer.
+
+        Args:
+            x_BTD: rows of whole blocks.
+            rows: positions.
+            attend: attention.
+            layer: its index.
+            is_neox_style: the pairing of turned channels.
+            offset_R: int64, each flat row's index in its own block; None where each [B] row is one block.
+        """
+        if offset_R is None:
+            offset_R = torch.arange(x_BTD.shape[1], device=x_BTD.device).repeat(x_BTD.shape[0])
+        y, closing_RTG = self.attention_conv.prepare(self.input_layernorm(x_BTD), offset_R)
+        y = self.self_attn(y, rows, attend, layer, is_neox_style=is_neox_style)
+        x_BTD = x_BTD + self.attention_conv.finish(y, closing_RTG, offset_R)
+        y, closing_RTG = self.mlp_conv.prepare(self.post_attention_layernorm(x_BTD), offset_R)
+        return x_BTD + self.mlp_conv.finish(self.mlp(y), closing_RTG, offset_R)
+
+
+def convolved_layer(contract: DrafterContract, layer: int) -> nn.Module:
+    """The decoder layer of DFlash2, with plain or latent attention; `layer` makes no difference to it."""
+    assert contract.convolution is not None, "the drafter's class refuses a contract without"
+    plain = plain_layer(contract, layer) if contract.latent is None else latent_layer(contract, layer)
+    assert isinstance(plain, DecoderLayer | LatentDecoderLayer)
+    return ConvolvedLayer(plain, contract.hidden_size, contract.convolution)

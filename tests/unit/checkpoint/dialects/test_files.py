@@ -1,0 +1,392 @@
+"""Folders: own tables, vocabulary map, mask file, fused and quantised projections, and tensors of another family."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from tests.unit.checkpoint.dialects.conftest import load_golden, tiny_tensors
+from torch import Tensor
+
+from paceline.checkpoint.contract import DrafterContract
+from paceline.checkpoint.dialects import read_draft_to_target, read_drafter, read_drafter_contract, read_mask_embedding
+from paceline.checkpoint.weights import open_safetensors
+from paceline.errors import CheckpointError
+
+GoldenFolder = Callable[..., Path]
+Make = Callable[..., DrafterContract]
+
+
+class Tables:
+    """A source of a few tensors."""
+
+    origin = "tables"
+
+    def __init__(self, **tensors: Tensor) -> None:
+        self.tensors = tensors
+
+    def names(self) -> list[str]:
+        return list(self.tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+    def load(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+
+def marks(size: int, ids: list[int]) -> Tensor:
+    return torch.zeros(size, dtype=torch.bool).index_fill_(0, torch.tensor(ids), True)
+
+
+def test_worked_example_of_the_vocabulary_table(make_drafter: Make) -> None:
+    """Ids 2, 5, 7 are stored as offsets 2, 4, 5: draft id 1 is 5, and would be 4 if the table were read as absolute."""
+    contract = make_drafter(draft_vocab_size=3, target_vocab_size=8)
+    offsets = torch.tensor([2, 4, 5])
+    for tables in (Tables(d2t=offsets), Tables(d2t=offsets, t2d=marks(8, [2, 5, 7])), Tables(d2t=offsets.int())):
+        table = read_draft_to_target(tables, contract)
+        assert table is not None and table.tolist() == [2, 5, 7] and table.dtype == torch.int64
+        assert int(table[1]) == 5 != int(offsets[1])
+
+
+def test_report_b20(make_drafter: Make) -> None:
+    """Offsets 3, 9, 9, 497 are the ids 3, 10, 11, 500."""
+    contract = make_drafter(draft_vocab_size=4, target_vocab_size=512)
+    table = read_draft_to_target(Tables(d2t=torch.tensor([3, 9, 9, 497])), contract)
+    assert table is not None and table.tolist() == [3, 10, 11, 500]
+    with pytest.raises(CheckpointError, match="do not ascend inside the target's 512"):
+        read_draft_to_target(Tables(d2t=torch.tensor([3, 9, 9, 509])), contract)
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        (Tables(), "have no d2t"),
+        (Tables(d2t=torch.tensor([2, 4])), r"d2t is torch.int64 \[2\], expected integers \[3\]"),
+        (Tables(d2t=torch.tensor([2.0, 4.0, 5.0])), "expected integers"),
+        (Tables(d2t=torch.tensor([2, 5, 7]), t2d=marks(8, [2, 5, 7])), "d2t is absolute"),
+        (Tables(d2t=torch.tensor([2, 5, 7])), "do not ascend inside the target's 8"),  # 2 + 7 is beyond
+        (Tables(d2t=torch.tensor([2, 4, 5]), t2d=marks(8, [2, 5, 6])), "t2d marks 3 ids"),
+        (Tables(d2t=torch.tensor([2, 4, 5]), t2d=marks(8, [2, 5])), "t2d marks 2 ids"),
+        (Tables(d2t=torch.tensor([2, 4, 5]), t2d=marks(9, [2, 5, 7])), r"t2d is \[9\], expected \[8\]"),
+        (Tables(d2t=torch.tensor([5, 4, 3])), "do not ascend"),
+        (Tables(d2t=torch.tensor([-1, 4, 5])), "do not ascend"),
+    ],
+)
+def test_vocabulary_tables_that_are_refused(make_drafter: Make, tables: Tables, message: str) -> None:
+    contract = make_drafter(draft_vocab_size=3, target_vocab_size=8)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_draft_to_target(tables, contract)
+    assert caught.value.origin == {"weights": "tables", "config": contract.origin}
+    if "t2d" not in tables.tensors and tables.tensors.get("d2t", torch.tensor([0])).tolist() == [2, 5, 7]:
+        assert "look like target ids" in str(caught.value)
+
+
+@given(ids=st.sets(st.integers(0, 99), min_size=2, max_size=40))
+def test_offsets_round_trip_and_absolute_tables_never_pass_beside_t2d(ids: set[int]) -> None:
+    from tests.unit.checkpoint.conftest import DRAFTER
+
+    chosen = torch.tensor(sorted(ids))
+    contract = _sized(DRAFTER, len(ids))
+    offsets = chosen - torch.arange(len(ids))
+    table = read_draft_to_target(Tables(d2t=offsets, t2d=marks(100, sorted(ids))), contract)
+    assert table is not None and table.equal(chosen)
+    # the planted fault: an absolute table, unless the ids start at 0 without a gap, where both readings are one
+    if not chosen.equal(torch.arange(len(ids))) and not offsets.equal(chosen):
+        with pytest.raises(CheckpointError, match="d2t"):
+            read_draft_to_target(Tables(d2t=chosen, t2d=marks(100, sorted(ids))), contract)
+
+
+def _sized(contract: DrafterContract, draft_vocab_size: int) -> DrafterContract:
+    import dataclasses
+
+    return dataclasses.replace(contract, draft_vocab_size=draft_vocab_size, target_vocab_size=100)
+
+
+def test_a_full_vocabulary_needs_no_table_and_takes_an_empty_one(make_drafter: Make) -> None:
+    contract = make_drafter()
+    assert read_draft_to_target(Tables(), contract) is None
+    unpruned = Tables(d2t=torch.zeros(64, dtype=torch.int64), t2d=torch.ones(64, dtype=torch.bool))
+    assert read_draft_to_target(unpruned, contract) is None
+    with pytest.raises(CheckpointError, match="the draft vocabulary is the target's, 64 ids"):
+        read_draft_to_target(Tables(d2t=torch.arange(64)), contract)
+
+
+def test_a_folder_without_its_table_is_refused(golden_folder: GoldenFolder) -> None:
+    """Report B19: the table has to be in the weights."""
+    tensors = tiny_tensors("specforge-eagle3")
+    del tensors["d2t"], tensors["t2d"]
+    with pytest.raises(CheckpointError, match="proposes from 64 of 128 ids, and the weights have no d2t"):
+        read_drafter(golden_folder("specforge-eagle3", tensors=tensors))
+
+
+def test_own_tables_follow_the_file(golden_folder: GoldenFolder) -> None:
+    """Report B23: what the drafter ships is its own, what it does not ship is lent."""
+    tensors = tiny_tensors("zlab-dflash")
+    assert not read_drafter(golden_folder("zlab-dflash")).contract.has_own_embedding
+    tensors["embed_tokens.weight"] = torch.randn(128, 32)
+    contract = read_drafter(golden_folder("zlab-dflash", tensors=tensors)).contract
+    assert contract.has_own_embedding and not contract.has_own_head
+    tensors["lm_head.weight"] = torch.randn(128, 32)
+    contract = read_drafter(golden_folder("zlab-dflash", tensors=tensors)).contract
+    assert contract.has_own_embedding and contract.has_own_head
+    config = load_golden("zlab-dflash") | {"has_own_lm_head": True}
+    with pytest.raises(CheckpointError, match="has_own_lm_head is true, and the weights have no lm_head"):
+        read_drafter(golden_folder("zlab-dflash", config=config))
+    tied = load_golden("zlab-dflash") | {"tie_word_embeddings": True}
+    del tensors["lm_head.weight"]
+    with pytest.raises(CheckpointError, match="tie_word_embeddings is true"):
+        read_drafter(golden_folder("zlab-dflash", config=tied, tensors=tensors))
+
+
+def test_without_weights_the_config_is_believed(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(load_golden("zlab-dflash") | {"has_own_lm_head": True}))
+    assert read_drafter_contract(tmp_path).has_own_head
+    with pytest.raises(CheckpointError, match=r"has neither model\.safetensors"):
+        read_drafter(tmp_path)
+
+
+@pytest.mark.parametrize("as_dict", [False, True])
+@pytest.mark.parametrize("name", ["zlab-dflash", "zlab-dflash2"])
+def test_mask_embedding(golden_folder: GoldenFolder, name: str, as_dict: bool) -> None:
+    folder = golden_folder(name)
+    row = torch.randn(1, 32, dtype=torch.bfloat16)
+    torch.save({"embedding": row, "mask_token_id": 126} if as_dict else row, folder / "mask_embedding.pt")
+    files = read_drafter(folder)
+    assert files.contract.has_mask_embedding and read_drafter_contract(folder).has_mask_embedding
+    assert files.mask_embedding is not None and files.mask_embedding.equal(row.flatten())
+
+
+class Code:
+    """Something that a pickle may name and `weights_only` must not build."""
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"embedding": torch.zeros(32), "mask_token_id": 5}, "for mask_token_id 5, the config says 126"),
+        ({"embedding": torch.zeros(32), "scale": 2.0}, "unknown keys scale"),
+        ({"mask_token_id": 126}, "holds NoneType"),
+        (torch.zeros(31), r"\[31\], expected 32 numbers"),
+        (torch.zeros(32, dtype=torch.int64), "expected a float tensor"),
+        (torch.full((32,), float("nan")), "NaN or infinity"),
+        (["a"], "holds list"),
+        (Code(), "cannot be read as tensors"),
+    ],
+)
+def test_mask_embeddings_that_are_refused(golden_folder: GoldenFolder, content: Any, message: str) -> None:
+    folder = golden_folder("zlab-dflash")
+    torch.save(content, folder / "mask_embedding.pt")
+    with pytest.raises(CheckpointError, match=message):
+        read_drafter(folder)
+
+
+def test_a_damaged_mask_file(golden_folder: GoldenFolder) -> None:
+    folder = golden_folder("zlab-dflash")
+    contract = read_drafter_contract(folder)
+    (folder / "mask_embedding.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="cannot be read as tensors"):
+        read_mask_embedding(folder / "mask_embedding.pt", contract)
+    (folder / "mask_embedding.pt").write_bytes(b"not a pickle at all")
+    with pytest.raises(CheckpointError, match="cannot be read as tensors"):
+        read_drafter(folder)
+
+
+@pytest.mark.parametrize("name", ["deepspec-dspark", "kimi-dspark", "specforge-eagle3"])
+def test_other_families_have_no_mask_file(golden_folder: GoldenFolder, name: str) -> None:
+    folder = golden_folder(name)
+    torch.save(torch.zeros(32), folder / "mask_embedding.pt")
+    for read in (read_drafter, read_drafter_contract):
+        with pytest.raises(CheckpointError, match="reads the vocabulary's own row"):
+            read(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("zlab-dflash", "mask_hidden", "mask_hidden, which is P-EAGLE's"),
+        ("speculators-eagle3", "mask_hidden", "mask_hidden, which is P-EAGLE's"),
+        (
+            "zlab-dflash",
+            "candidate_selector.predecessor_codebook",
+            "candidate_selector, and the config describes a DFlash",
+        ),
+        ("zlab-dflash", "layers.0.attention_conv.base_kernel", "attention_conv"),
+        (
+            "zlab-dflash",
+            "markov_head.markov_w1.weight",
+            "markov_head, and the config describes a DFlash drafter without",
+        ),
+        ("zlab-dflash", "lilicorr.output_norm.weight", "LiLiCorr"),
+        ("zlab-dflash", "xpress_head.w1.weight", "XPress"),
+        ("zlab-dflash", "refiner_head.readout.weight", "XPress"),
+        ("zlab-dflash", "prefix_gru.weight_ih_l0", "Domino"),
+        ("zlab-dflash", "logit_head.prefix_gru.weight_ih_l0", "Domino"),
+        ("zlab-dflash", "fc_norm.0.weight", "fc_norm, and the config"),
+        ("zlab-dflash", "aux_hidden_norms.0.weight", "Laguna"),
+        ("zlab-dflash", "layers.0.self_attn.g_proj.weight", "g_proj"),
+        ("zlab-dflash", "layers.0.self_attn.attention_sink_bias", "attention_sink_bias"),
+        ("zlab-dflash", "layers.0.self_attn.kv_a_proj_with_mqa.weight", "kv_a_proj_with_mqa"),
+        ("deepspec-dflash", "confidence_head.proj.weight", "confidence_head, and the config"),
+        ("speculators-eagle3", "layers.0.self_attn.q_norm.weight", "q_norm, and the config"),
+        ("deepspec-eagle3", "input_norm.weight", "input_norm, and the config"),
+    ],
+)
+def test_tensors_that_the_config_does_not_describe(
+    golden_folder: GoldenFolder, name: str, tensor: str, message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_drafter(golden_folder(name, tensors={**tiny_tensors(name), tensor: torch.zeros(3)}))
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("zlab-dflash2", "candidate_selector"),
+        ("zlab-dflash2", "attention_conv"),
+        ("zlab-dflash2", "mlp_conv"),
+        ("deepspec-dspark", "markov_head"),
+        ("deepspec-dspark", "confidence_head"),
+        ("kimi-dspark", "kv_a_proj_with_mqa"),
+        ("kimi-dspark-attn-res", "fc_norm"),
+        ("speculators-eagle3", "input_norm"),
+        ("deepspec-eagle3", "q_norm"),
+        ("zlab-dflash-sinks", "attention_sink_bias"),
+    ],
+)
+def test_parts_that_the_weights_lack(golden_folder: GoldenFolder, name: str, part: str) -> None:
+    tensors = {key: value for key, value in tiny_tensors(name).items() if part not in key.split(".")}
+    with pytest.raises(CheckpointError, match=rf"with {part}.*the weights do not have it"):
+        read_drafter(golden_folder(name, tensors=tensors))
+
+
+def test_a_dflash2_file_under_dflashs_name_and_the_reverse(golden_folder: GoldenFolder) -> None:
+    """Pitfall P21: told apart by the architecture string, cross-checked with keys and with tensors, both ways."""
+    plain = load_golden("zlab-dflash2") | {"architectures": ["DFlashDraftModel"]}
+    with pytest.raises(CheckpointError, match="belongs to DFlash2"):
+        read_drafter(golden_folder("zlab-dflash2", config=plain))
+    for key in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
+        del plain["dflash_config"][key]
+    with pytest.raises(CheckpointError, match="the weights have candidate_selector"):
+        read_drafter(golden_folder("zlab-dflash2", config=plain))
+    other = load_golden("zlab-dflash2")
+    with pytest.raises(CheckpointError, match="with candidate_selector"):
+        read_drafter(golden_folder("zlab-dflash2", config=other, tensors=tiny_tensors("zlab-dflash")))
+
+
+def fuse(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same weights as some writers store them: q, k, v and gate, up stacked."""
+    fused = dict(tensors)
+    for layer in range(2):
+        for module, parts in (("self_attn.qkv_proj", "qkv"), ("mlp.gate_up_proj", ("gate", "up"))):
+            stem = f"layers.{layer}.{module.split('.')[0]}"
+            rows = [fused.pop(f"{stem}.{part}_proj.weight") for part in parts]
+            fused[f"layers.{layer}.{module}.weight"] = torch.cat(rows)
+    return fused
+
+
+def test_fused_projections_are_split_by_rows(golden_folder: GoldenFolder) -> None:
+    tensors = tiny_tensors("zlab-dflash")
+    source = read_drafter(golden_folder("zlab-dflash", tensors=fuse(tensors))).source
+    assert set(source.names()) == set(tensors)
+    for name, tensor in tensors.items():
+        assert source.load(name).equal(tensor), name
+    with pytest.raises(CheckpointError, match="stored twice"):
+        read_drafter(golden_folder("zlab-dflash", tensors={**fuse(tensors), **tensors}))
+
+
+def per_channel(weight: Tensor) -> tuple[Tensor, Tensor]:
+    scale = weight.abs().amax(dim=1, keepdim=True) / 448
+    return (weight / scale).to(torch.float8_e4m3fn), scale
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_quantised_projections_come_out_plain(golden_folder: GoldenFolder, is_fused: bool) -> None:
+    """Names are matched with the file's own ones: `encoder.fc` in the ignore list is the context projection."""
+    plain = tiny_tensors("assistant-dflash")
+    stored: dict[str, Tensor] = {}
+    for name, tensor in (fuse(plain) if is_fused else plain).items():
+        if tensor.dim() == 2 and name != "encoder.fc.weight":
+            stored[name], stored[f"{name}_scale"] = per_channel(tensor)
+        else:
+            stored[name] = tensor
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+    config = load_golden("assistant-dflash") | {
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+            "ignore": ["encoder.fc"],
+        }
+    }
+    folder = golden_folder("assistant-dflash", config=config, tensors=stored)
+    files = read_drafter(folder)
+    assert files.contract.quantization == read_drafter_contract(folder).quantization == "fp8 per channel"
+    unquantised = read_drafter(golden_folder("assistant-dflash"))
+    assert set(files.source.names()) == set(unquantised.source.names())
+    for name in files.source.names():
+        close = files.source.load(name).float()
+        assert torch.allclose(close, unquantised.source.load(name), rtol=0.07, atol=1e-3), (
+            name
+        )  # three bits of mantissa
+    del config["quantization_config"]["ignore"][0]
+    stored["encoder.fc.weight"], stored["encoder.fc.weight_scale"] = per_channel(plain["encoder.fc.weight"])
+    assert read_drafter(golden_folder("assistant-dflash", config=config, tensors=stored)).contract.quantization
+
+
+def test_quantised_weights_without_a_config_and_the_reverse(golden_folder: GoldenFolder) -> None:
+    """Report B27: a drafter is read by its own quantisation config and no other."""
+    stored = tiny_tensors("zlab-dflash")
+    stored["fc.weight"], stored["fc.weight_scale"] = per_channel(stored["fc.weight"])
+    with pytest.raises(CheckpointError, match="has no quantization_config"):
+        read_drafter(golden_folder("zlab-dflash", tensors=stored))
+    config = load_golden("zlab-dflash") | {"quantization_config": {"quant_method": "fp8"}}
+    with pytest.raises(CheckpointError, match="no weight has a scale"):
+        read_drafter(golden_folder("zlab-dflash", config=config))
+    for method in ("gptq", "awq"):
+        config["quantization_config"] = {"quant_method": method}
+        for read in (read_drafter, read_drafter_contract):
+            with pytest.raises(CheckpointError, match=method):
+                read(golden_folder("zlab-dflash", config=config))
+
+
+def test_copies_of_the_target_are_ignored(golden_folder: GoldenFolder) -> None:
+    extra = {"verifier_norm.weight": torch.ones(32), "verifier_lm_head.weight": torch.ones(4, 32)}
+    extra |= {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    tensors = {**tiny_tensors("speculators-eagle3"), **extra}
+    files = read_drafter(golden_folder("speculators-eagle3", tensors=tensors))
+    assert files.ignored == {*extra, "d2t", "t2d"}
+
+
+def test_missing_and_damaged_folders(tmp_path: Path, golden_folder: GoldenFolder) -> None:
+    for read in (read_drafter, read_drafter_contract):
+        with pytest.raises(CheckpointError, match="does not exist"):
+            read(tmp_path / "nowhere")
+        with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
+            read(tmp_path)
+    folder = golden_folder("zlab-dflash")
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        read_drafter(folder / "config.json")
+    (folder / "config.json").write_text('{"architectures": ')
+    with pytest.raises(CheckpointError, match="is not valid JSON"):
+        read_drafter(folder)
+
+
+def test_shards_are_read_as_one(golden_folder: GoldenFolder) -> None:
+    folder = golden_folder("zlab-dflash")
+    tensors = tiny_tensors("zlab-dflash")
+    (folder / "model.safetensors").unlink()
+    halves = [dict(list(tensors.items())[:9]), dict(list(tensors.items())[9:])]
+    weight_map = {}
+    for number, half in enumerate(halves):
+        save_file(half, folder / f"model-{number}.safetensors")
+        weight_map |= dict.fromkeys(half, f"model-{number}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert set(read_drafter(folder).source.names()) == set(open_safetensors(folder).names()) == set(tensors)

@@ -1,0 +1,143 @@
+"""Choosing between a reference and a kernel: by device, reported once; and every kernel compiles without a GPU."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.ops import dispatch
+
+
+class OnCuda:
+    """A tensor that says it lives on a GPU."""
+
+    device = torch.device("cuda", 1)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_chosen_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_chosen", {})
+
+
+def reference(x: Tensor) -> Tensor:
+    return x
+
+
+def launcher(x: Tensor) -> Tensor:
+    return x + 1
+
+
+def test_cpu_tensors_take_the_reference_and_gpu_tensors_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "HAS_TRITON", True)
+    assert dispatch.choose("an op", torch.zeros(1), reference, launcher) is reference
+    assert dispatch.choose("an op", OnCuda(), reference, launcher) is launcher
+    assert dispatch.implementations() == {"an op on cpu": "reference", "an op on cuda": "triton"}
+
+
+def test_a_gpu_without_triton_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(dispatch, "HAS_TRITON", False)
+    with caplog.at_level(logging.DEBUG, logger="paceline"):
+        for _ in range(3):
+            assert dispatch.choose("an op", OnCuda(), reference, launcher) is reference
+            assert dispatch.choose("an op", torch.zeros(1), reference, launcher) is reference
+    assert [record.levelno for record in caplog.records] == [logging.WARNING, logging.DEBUG]
+    assert dispatch.implementations()["an op on cuda"] == "reference"
+
+
+def test_gradients_are_wanted_only_while_recorded() -> None:
+    plain, trained = torch.zeros(1), torch.zeros(1, requires_grad=True)
+    assert dispatch.needs_gradient(plain, trained)
+    assert not dispatch.needs_gradient(plain)
+    with torch.no_grad():
+        assert not dispatch.needs_gradient(trained)
+
+
+WITHOUT_TRITON = """
+import importlib.util, sys
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "triton" else find_spec(name, *rest)
+import torch
+from paceline.models.drafters.table import BLOCK_DRAFTERS
+from paceline.ops import dispatch
+from paceline.ops.grouped_convolution import grouped_convolution
+y = grouped_convolution(torch.ones(2, 2), torch.ones(1, 2), torch.zeros(2, 1, 1), torch.arange(2))
+assert y.tolist() == [[1, 1], [1, 1]]
+assert not dispatch.HAS_TRITON and "triton" not in sys.modules
+print("fine")
+"""
+
+
+def run_python(code: str, folder: Path) -> str:
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    source = Path(dispatch.__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=variables | {"PYTHONPATH": str(source), "TRITON_CACHE_DIR": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_library_works_without_triton(tmp_path: Path) -> None:
+    assert run_python(WITHOUT_TRITON, tmp_path) == "fine\n"
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from paceline.ops import candidate_walk, context_kv, grouped_convolution
+
+def compile_for_hopper(function, pointers, sizes, constants):
+    signature = {name: "*" + kind for name, kind in pointers.items()} | sizes | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(fn=function, signature=signature, constexprs=constants)
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+
+def named(names, kind):
+    return dict.fromkeys(names.split(), kind)
+
+for dtype in ("fp32", "bf16"):
+    compile_for_hopper(
+        grouped_convolution._grouped_convolution_kernel,
+        named("x_ptr base_ptr delta_ptr y_ptr", dtype) | {"offset_ptr": "i64"},
+        named("width num_groups group_size delta_stride", "i32"),
+        {"TAPS": 2, "BLOCK": 1024},
+    )
+    for has_noise in (True, False):
+        compile_for_hopper(
+            candidate_walk._candidate_walk_kernel,
+            named("unary_ptr projected_ptr predecessor_ptr successor_ptr", dtype)
+            | named("temperature_ptr gumbel_ptr scores_ptr", "fp32")
+            | named("candidate_ptr anchor_ptr ids_ptr", "i64"),
+            named("num_candidates", "i32"),
+            {"NUM_DRAFTS": 7, "RANK": 256, "HAS_NOISE": has_noise, "CANDIDATES": 16, "CHUNK": 128},
+        )
+    for is_neox in (True, False):
+        compile_for_hopper(
+            context_kv._write_context_kv_kernel,
+            named("kv_ptr planes_ptr", dtype)
+            | named("gain_ptr table_ptr", "fp32")
+            | named("position_ptr slot_ptr", "i64"),
+            named("num_positions num_heads layer_stride side_stride slot_stride head_stride", "i32")
+            | named("eps value_scale", "fp32"),
+            {"HEAD_SIZE": 80, "HALF": 40, "IS_NEOX": is_neox, "HEADS": 4, "CHANNELS": 128},
+        )
+print("compiled")
+"""
+
+
+@pytest.mark.skipif(not dispatch.HAS_TRITON, reason="Triton is not installed")
+def test_every_kernel_compiles(tmp_path: Path) -> None:
+    """The interpreter runs plain Python; the compiler takes a part of it. No GPU is needed to ask it."""
+    assert run_python(COMPILE, tmp_path) == "compiled\n"
