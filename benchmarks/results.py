@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("paceline", "torch", "transformers", "numpy")
+PACKAGES = ("paceline", "torch", "triton", "transformers", "numpy")
 
 Row = Mapping[str, object]
 

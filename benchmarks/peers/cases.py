@@ -68,9 +68,6 @@ class PreparedDrafter:
 
 def prepared_targets(options: argparse.Namespace, root: Path) -> Iterator[PreparedTarget]:
     """The tiny target, then the real one unless only the tiny one was asked for."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
     yield prepare_target(TINY, options, root)
     if not options.tiny_only:
         yield prepare_target(options.model, options, root)
@@ -78,6 +75,9 @@ def prepared_targets(options: argparse.Namespace, root: Path) -> Iterator[Prepar
 
 def prepare_target(name: str, options: argparse.Namespace, root: Path) -> PreparedTarget:
     """Export a target below `root` and load it from there."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     folder = root / name_of(name)
     say(f"exporting {name} in float32")
     export_target(name, folder)

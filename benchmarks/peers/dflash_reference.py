@@ -3,8 +3,9 @@
     pip install --no-deps --target peer-site dflash==0.1.0
     PYTHONPATH=peer-site python -m benchmarks.peers.dflash_reference
 
-On a tiny random target, and on a real one with the given drafter, whose tap norms are folded (the package has none) and
-around which random DFlash2 parts are put for a second comparison. All in float32. Exit code 3 if any step differs.
+On a tiny random target, and on a real one with the given drafter, whose tap norms are folded (the package has none); if
+it is of DFlash, random DFlash2 parts are put around it for a second comparison. All in float32. Exit code 3 if any step
+differs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from benchmarks.peers.cases import (
     with_random_dflash2_parts,
 )
 from benchmarks.peers.folders import TINY, write_folder
-from benchmarks.peers.script import finish, make_peer_parser, our_results, parse
+from benchmarks.peers.script import add_tiny_argument, finish, make_peer_parser, our_results, parse
 from benchmarks.peers.stepwise import Agreement, DraftStep, agreement_row, compare_steps, our_steps, steps_of_drafts
 from benchmarks.results import Row
 
@@ -38,7 +39,7 @@ PEER = "dflash"
 
 def main(arguments: Sequence[str]) -> int:
     """Compare and print."""
-    options = parse(make_peer_parser(__doc__), arguments)
+    options = parse(add_tiny_argument(make_peer_parser(__doc__)), arguments)
     return finish(PEER, rows(options), options, arguments)
 
 
@@ -118,7 +119,7 @@ def _drafters(target: PreparedTarget, options: argparse.Namespace) -> list[Prepa
     if target.name == TINY:
         return [*tiny_dflash(target), *tiny_dflash2(target)]
     folded = folded_dflash(target, options)
-    return [folded, with_random_dflash2_parts(folded)]
+    return [folded, with_random_dflash2_parts(folded)] if folded.contract.family == "dflash" else [folded]
 
 
 if __name__ == "__main__":

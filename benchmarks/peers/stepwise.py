@@ -111,6 +111,7 @@ def agreement_row(agreement: Agreement, *, peer: str, version: str, drafter: str
         "target": target,
         "num_prompts": agreement.num_prompts,
         "num_steps": agreement.num_steps,
+        "num_same_proposals": agreement.num_same_proposals,
         "same_proposals": agreement.num_same_proposals == agreement.num_steps > 0,
         "same_accepted": agreement.num_same_accepted == agreement.num_steps > 0,
         "acceptance_ours": 1 + agreement.accepted_ours / max(1, agreement.num_ours),

@@ -20,7 +20,7 @@ from unittest.mock import patch
 from benchmarks.command_line import run, say
 from benchmarks.peers.cases import PreparedDrafter, PreparedTarget, folded_dflash, prepared_targets, tiny_dflash
 from benchmarks.peers.folders import TINY, write_folder
-from benchmarks.peers.script import finish, make_peer_parser, our_results, parse
+from benchmarks.peers.script import add_tiny_argument, finish, make_peer_parser, our_results, parse
 from benchmarks.peers.stepwise import Agreement, agreement_row, compare_steps, our_steps, steps_of_drafts
 from benchmarks.results import Row
 
@@ -29,7 +29,7 @@ PEER = "transformers"
 
 def main(arguments: Sequence[str]) -> int:
     """Compare and print."""
-    options = parse(make_peer_parser(__doc__), arguments)
+    options = parse(add_tiny_argument(make_peer_parser(__doc__)), arguments)
     return finish(PEER, rows(options), options, arguments)
 
 

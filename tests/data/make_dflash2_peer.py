@@ -47,8 +47,11 @@ def record(drafter: Any, target: nn.Module, prompt: Tensor) -> dict[str, Tensor]
 
     drafter.forward, drafter.propose = recording_forward, recording_proposal
     output_ids = dflash_generate(drafter, target, prompt, max_new_tokens=9, stop_token_ids=None)
-    whole = [index for index, states in enumerate(hidden) if states.shape[1] == BLOCK_SIZE]  # the end drafts less
+    whole = [index for index, states in enumerate(hidden) if states.shape[1] == BLOCK_SIZE]
+    short = len(whole)  # the end of the budget drafts less
     return {
+        "short.features": features[short],
+        "short.hidden": hidden[short][0],
         "output_ids": output_ids[0],
         "num_context": torch.tensor([features[index].shape[0] for index in whole]),
         "features": torch.cat([features[index] for index in whole]),

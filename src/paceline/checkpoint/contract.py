@@ -1,6 +1,6 @@
 """What a target and a drafter promise: plain, frozen records that every other package reads.
 
-`dialects.py` turns config files into these records and back; nothing else reads config keys. Layer ids come in two
+`dialects/` turns config files into these records and back; nothing else reads config keys. Layer ids come in two
 numberings, and confusing them costs acceptance without any error, so each has its own type:
 
 * `TargetLayerId`: 0-based decoder layer whose *output* is tapped; -1 is the embedding. The z-lab dialect uses it.
@@ -145,7 +145,7 @@ class DrafterContract:
 
     family: DrafterFamily
     origin: str
-    # the target it rides on
+    # the target it rides on; a size is 0 where the file does not say, until `complete_contract` has seen the target
     target_name: str
     target_num_layers: int
     target_hidden_size: int

@@ -37,6 +37,7 @@ from paceline.checkpoint.weights import (
     replacing,
     save_safetensors,
     sync_to_disk,
+    write_index,
     write_text_atomic,
 )
 from paceline.errors import CheckpointError
@@ -104,6 +105,7 @@ def write_drafter_folder(
             write_text_atomic(temporary / CONFIG_FILE, config)
             metadata = {"paceline_contract": "drafter", "target_layer_ids": str(list(contract.target_layer_ids))}
             save_safetensors(temporary / SINGLE_FILE, _apart(stored), metadata)
+            write_index(temporary)
             if fingerprint is not None:
                 save_safetensors(temporary / FINGERPRINT_FILE, _apart(fingerprint), {})
             if mask_embedding is not None:

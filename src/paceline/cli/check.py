@@ -243,13 +243,13 @@ def _record(
 ) -> None:
     """Write the fingerprint anew, and say so in the drafter's provenance."""
     from paceline.evaluation.own_text import answered, own_questions
-    from paceline.models.fingerprint import record_fingerprint
+    from paceline.models.fingerprint import PROBE_TOKENS, record_fingerprint
     from paceline.models.loading import write_fingerprint
 
     if stored is not None:
-        probe = [int(token) for token in stored["probe_ids"]]
+        probe = [int(token) for token in stored["probe_ids"]][:PROBE_TOKENS]
     else:
-        probe = [token for text in answered(target, own_questions()[:2]) for token in text.ids][:48]
+        probe = [token for text in answered(target, own_questions()[:2]) for token in text.ids][:PROBE_TOKENS]
     tensors = record_fingerprint(target.model, drafter.model, probe)
     write_fingerprint(folder, tensors, target)
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

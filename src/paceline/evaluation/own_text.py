@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.request import SamplingParameters
@@ -57,7 +58,8 @@ def answered(target: LoadedTarget, prompts: Sequence[Prompt], *, max_tokens: int
     """
     raw = not target.tokenizer.has_chat_template
     limit = min(_MAX_PROMPT_TOKENS, target.contract.max_position_embeddings - max_tokens - 1)
-    encoded = [encode_prompt(prompt, target.tokenizer, raw=raw) for prompt in prompts]
+    asked = [replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
+    encoded = [encode_prompt(prompt, target.tokenizer, raw=raw) for prompt in asked]
     kept = [ids for ids in encoded if len(ids) <= limit]
     if not kept:
         return []

@@ -23,7 +23,7 @@ from paceline.models.targets.dense import DenseTarget
 _REPEATS: Mapping[Stage, tuple[Stage, ...]] = {
     "context": ("fc_input",),
     "rows": ("keys",),
-    "recycled": ("keys", "rows"),
+    "recycled": ("embeddings", "keys", "rows"),
 }
 
 

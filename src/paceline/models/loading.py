@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline import __version__
-from paceline.checkpoint.compatibility import check_fit
+from paceline.checkpoint.compatibility import check_fit, complete_contract
 from paceline.checkpoint.contract import DrafterContract, TargetContract
 from paceline.checkpoint.dialects import read_drafter
 from paceline.checkpoint.export import PROVENANCE_FILE
@@ -27,6 +27,7 @@ from paceline.checkpoint.weights import (
     open_safetensors,
     open_safetensors_file,
     save_safetensors,
+    write_index,
     write_text_atomic,
 )
 from paceline.errors import ConfigError
@@ -162,7 +163,7 @@ def load_drafter(
     """
     folder = locate_drafter(name, offline=offline)
     files = read_drafter(folder)
-    contract = files.contract
+    contract = complete_contract(files.contract, target.contract)
     if num_draft_tokens is not None:
         _check_num_draft_tokens(num_draft_tokens, contract)
     if check_contract:
@@ -241,5 +242,6 @@ def write_fingerprint(folder: Path, fingerprint: Mapping[str, Tensor], target: L
         "paceline": __version__,
         "torch": torch.__version__,
     }
+    write_index(folder)  # first: without it some readers would take the fingerprint for weights
     save_safetensors(folder / FINGERPRINT_FILE, fingerprint, {})
     write_text_atomic(history, json.dumps(provenance, indent=2, allow_nan=False) + "\n")

@@ -35,9 +35,9 @@ def reread(drafter: AnyDrafter, **changes: Any) -> AnyDrafter:
     with torch.device("meta"):
         other = make(contract)
     # copies of the target's own tables were dropped as the drafter was loaded
-    if drafter.vocabulary.embed_tokens is None:
+    if drafter.contract.has_own_embedding and drafter.vocabulary.embed_tokens is None:
         other.vocabulary.embed_tokens = None
-    if drafter.vocabulary.lm_head is None:
+    if drafter.contract.has_own_head and drafter.vocabulary.lm_head is None:
         other.vocabulary.lm_head = None
     held = dict(drafter.named_parameters()) | dict(drafter.named_buffers())
     for name, parameter in list(other.named_parameters()):

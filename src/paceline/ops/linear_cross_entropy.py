@@ -83,9 +83,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + chunk_rows)
             teacher_RV = teacher_RD[rows] @ head_VD.T if teacher_RD is not None and kl else None
             logits_RV = hidden_RD[rows] @ head_VD.T
-            loss, gradient_RV, correct = chunk_function(
-                logits_RV, teacher_RV, labels_R[rows], weights_R[rows], kl, ce
-            )
+            loss, gradient_RV, correct = chunk_function(logits_RV, teacher_RV, labels_R[rows], weights_R[rows], kl, ce)
             if num_candidates:
                 candidates.append(top_k_tokens(logits_RV, num_candidates)[1])
             total = total + loss

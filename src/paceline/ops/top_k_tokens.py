@@ -1,8 +1,8 @@
 """The k best ids of each row of a vocabulary-wide score table, exactly. R rows, V vocabulary, G groups, C = k.
 
-The k best values lie in the k groups of ids whose own best values are largest: a value outside of them is beaten by k
-others. So one pass reads the table for the groups' maxima, and the selection proper sees k groups instead of V ids. Among
-equal values the lowest ids come first; which of several equal values at the border is left out is not defined.
+The k best values lie in the k groups of ids whose own best values are largest: a value outside of them is beaten by
+k others. So one pass reads the table for the groups' maxima, and the selection proper sees k groups instead of V ids.
+Among equal values the lowest ids come first; which of several equal values at the border is left out is not defined.
 """
 
 from __future__ import annotations

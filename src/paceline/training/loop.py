@@ -32,7 +32,7 @@ from paceline.configuration.load import to_toml
 from paceline.configuration.run import TrainRun
 from paceline.errors import ConfigError, NumericError
 from paceline.models.building import empty_drafter, initialise_drafter
-from paceline.models.fingerprint import record_fingerprint
+from paceline.models.fingerprint import PROBE_TOKENS, record_fingerprint
 from paceline.models.layers import DecoderLayer
 from paceline.models.loading import LoadedTarget, resolve_device
 from paceline.training.data import Batch, BatchOrder, Conversations, join, read_conversations, split_held_out
@@ -49,7 +49,6 @@ _log = logging.getLogger(__name__)
 
 _REPORT_EVERY = 20  # steps between two rows of metrics
 _MOST_BAD_STEPS = 3  # non-finite steps in a row before the run stops
-_PROBE_TOKENS = 48
 
 
 @dataclass(frozen=True)
@@ -345,7 +344,7 @@ class _Run:
         exported = empty_drafter(self.contract, torch.bfloat16, self.device)
         exported.load_state_dict(self.drafter.state_dict())
         probe_source = next((c for c in self.data.held_out.values() if len(c)), self.data.train)
-        probe = [int(token) for token in probe_source.tokens[:_PROBE_TOKENS]]  # across borders, if texts are short
+        probe = [int(token) for token in probe_source.tokens[:PROBE_TOKENS]]  # across borders, if texts are short
         folder = self.run.output / "drafter"
         write_drafter_folder(
             folder,

@@ -45,8 +45,8 @@ class RateSchedule:
 def make_optimizer(drafter: nn.Module, *, weight_decay: float, betas: tuple[float, float]) -> torch.optim.AdamW:
     """AdamW over the drafter alone; projections decay, all else does not.
 
-    Gains and biases have no scale to lose, and rows of a table (a selector's codebooks) would fade while their token does
-    not come up. The frozen target must never get here: it would be given moments, and decay.
+    Gains and biases have no scale to lose, and rows of a table (a selector's codebooks) would fade while their token
+    does not come up. The frozen target must never get here: it would be given moments, and decay.
     """
     decayed: list[nn.Parameter] = []
     kept: list[nn.Parameter] = []

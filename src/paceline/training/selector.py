@@ -1,8 +1,8 @@
 """The selector's loss: scores between neighbouring candidates, with the true predecessor in every row at once.
 
-In serving the walk feeds each choice into the next row. In training the predecessor is the token that really came before
-the label, so all rows are scored in parallel. The candidates are the drafter's own best ids of the moment; a label that is
-not among them takes the place of the weakest, so that every row has a right answer.
+In serving the walk feeds each choice into the next row. In training the predecessor is the token that really came
+before the label, so all rows are scored in parallel. The candidates are the drafter's own best ids of the moment; a
+label that is not among them takes the place of the weakest, so that every row has a right answer.
 
 R rows, C candidates, D width, V vocabulary, S codebook rank.
 """

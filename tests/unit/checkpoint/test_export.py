@@ -42,7 +42,13 @@ def names_in(folder: Path) -> list[str]:
 def test_folder_reads_back(tmp_path: Path, make_drafter: Make) -> None:
     contract, folder = make_drafter(), tmp_path / "deep" / "drafter"
     write(folder, contract)
-    assert names_in(folder) == ["config.json", "fingerprint.safetensors", "model.safetensors", "provenance.json"]
+    assert names_in(folder) == [
+        "config.json",
+        "fingerprint.safetensors",
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "provenance.json",
+    ]
     assert names_in(folder.parent) == ["drafter"]
     assert dataclasses.replace(read_drafter_contract(folder), origin=contract.origin) == contract
     source, expected = open_safetensors(folder), tensors_for(contract)
@@ -87,7 +93,14 @@ def test_a_drafter_is_replaced_and_its_card_kept(tmp_path: Path, make_drafter: M
     (folder / "plots" / "curve.svg").write_text("svg")
     newer = make_drafter(has_tap_norm=False)
     write_drafter_folder(folder, newer, tensors_for(newer, seed=2), None, {})
-    assert names_in(folder) == ["README.md", "config.json", "model.safetensors", "plots", "provenance.json"]
+    assert names_in(folder) == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "plots",
+        "provenance.json",
+    ]
     assert (folder / "plots" / "curve.svg").read_text() == "svg"
     assert not read_drafter_contract(folder).has_tap_norm
     assert names_in(tmp_path) == ["d"]
@@ -333,8 +346,9 @@ def test_weights_of_an_older_export_do_not_stay(tmp_path: Path, make_drafter: Ma
     (folder / "model-00001-of-00002.safetensors").write_text("old")
     (folder / "hf_quant_config.json").write_text("{}")
     write(folder, make_drafter(), seed=3)
-    assert names_in(folder) == ["config.json", "fingerprint.safetensors", "model.safetensors", "provenance.json"]
-    open_safetensors(folder)
+    left = {"model-00001-of-00002.safetensors", "hf_quant_config.json"}
+    assert left.isdisjoint(names_in(folder))
+    assert "fc.weight" in open_safetensors(folder).names()
 
 
 def test_extra_files_come_along(tmp_path: Path, make_drafter: Make) -> None:

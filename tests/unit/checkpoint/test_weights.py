@@ -22,6 +22,7 @@ from paceline.checkpoint.weights import (
     open_safetensors_file,
     read_safetensors_metadata,
     save_safetensors,
+    write_index,
     write_text_atomic,
 )
 from paceline.errors import CapacityError, CheckpointError
@@ -354,3 +355,16 @@ def test_written_files_obey_the_umask(tmp_path: Path) -> None:
         os.umask(old)
     assert {(tmp_path / name).stat().st_mode & 0o777 for name in "ab"} == {0o644}
     assert weights.INDEX_FILE.endswith(".index.json")
+
+
+def test_an_index_keeps_other_safetensors_out_of_the_weights(tmp_path: Path) -> None:
+    """Some readers take every safetensors file of a folder without an index for weights."""
+    save_safetensors(tmp_path / "model.safetensors", {"b": torch.ones(2), "a": torch.zeros(3)}, {})
+    save_safetensors(tmp_path / "fingerprint.safetensors", {"probe_ids": torch.arange(4)}, {})
+    write_index(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    assert json.loads(index.read_text())["weight_map"] == {"a": "model.safetensors", "b": "model.safetensors"}
+    assert sorted(open_safetensors(tmp_path).names()) == ["a", "b"]
+    before = index.read_bytes()
+    write_index(tmp_path)
+    assert index.read_bytes() == before

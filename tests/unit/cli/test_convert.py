@@ -72,7 +72,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 FINGERPRINT = {"probe_ids": torch.arange(16), "context": torch.ones(2, 32)}
-NAMES = ["config.json", "fingerprint.safetensors", "model.safetensors", "provenance.json"]
+NAMES = [
+    "config.json",
+    "fingerprint.safetensors",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "provenance.json",
+]
 
 
 def tensors_for(contract: DrafterContract, *, seed: int = 0) -> dict[str, Tensor]:

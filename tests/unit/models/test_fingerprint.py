@@ -279,3 +279,26 @@ def test_it_is_small(target: DenseTarget, stored: dict[str, Tensor]) -> None:
         for found in (stored, record_fingerprint(large, drafter, PROBE))
     ]
     assert sizes[0] == sizes[1] < 25_000
+
+
+@pytest.mark.parametrize("family", ["dflash", "dspark", "eagle3"])  # a tiny random convolution amplifies beyond use
+def test_a_drafter_quantised_since_passes_if_it_says_so(target: DenseTarget, family: DrafterFamily) -> None:
+    """Its weights are rounded copies of those that were recorded; another drafter's are still another's."""
+    whole = tiny_drafter(target.contract, family=family)
+    stored = record_fingerprint(target, whole, PROBE)
+    coarse = reread(whole, quantization="nvfp4")
+    gguf = pytest.importorskip("gguf")
+    for name, parameter in list(coarse.named_parameters()):
+        if parameter.dim() == 2 and ".layers." in f".{name}":
+            kind = gguf.GGMLQuantizationType.Q5_0
+            packed = gguf.quants.quantize(np.ascontiguousarray(parameter.numpy()), kind)
+            rounded = torch.nn.Parameter(torch.from_numpy(gguf.quants.dequantize(packed, kind)), requires_grad=False)
+            coarse.get_submodule(name.rpartition(".")[0]).weight = rounded
+    check_fingerprint(target, coarse, stored)
+    with pytest.raises(CompatibilityError, match="differ"):
+        check_fingerprint(target, reread(coarse, quantization=None), stored)
+    with pytest.raises(CompatibilityError, match="is_neox_style should be true"):
+        check_fingerprint(target, reread(coarse, is_neox_style=False), without_hints(stored))
+    with pytest.raises(CompatibilityError):
+        other = tiny_drafter(target.contract, seed=3, family=family)
+        check_fingerprint(target, reread(other, quantization="nvfp4"), stored)

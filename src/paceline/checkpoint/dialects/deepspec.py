@@ -66,7 +66,7 @@ DSPARK, EAGLE3 = "Qwen3DSparkModel", "Qwen3Eagle3Model"
 # of DSpark in any flat layout, in the spellings of DeepSpec, vLLM and DeepSeek
 DSPARK_SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "target_layer_ids": ("target_layer_ids", "dspark_target_layer_ids"),
-    "mask_token_id": ("dspark_noise_token_id", *MASK_NAMES),
+    "mask_token_id": (MASK_NAMES[0], "dspark_noise_token_id", *MASK_NAMES[1:]),
     "block_size": ("block_size", "dspark_block_size"),
     "markov_rank": ("markov_rank", "dspark_markov_rank"),
     "dspark_draft_topk": ("dspark_draft_topk", "draft_top_k"),

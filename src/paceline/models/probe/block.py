@@ -52,6 +52,7 @@ class BlockProgram:
 
     def __init__(self, drafter: BlockDrafter) -> None:
         self.drafter = drafter
+        self._scored: tuple[Mapping[str, Tensor], Tensor] | None = None  # two stages look at the same logits
 
     def plan(self, probe_ids: list[int]) -> dict[str, Tensor]:
         """Positions, lengths and anchors; the last probe token is the first block's anchor."""
@@ -108,7 +109,7 @@ class BlockProgram:
             return {"block_embedding": program.drafter.embed(ids[:, :2], target)}
         if stage == "rows":
             return program._rows(stored)
-        logits = program._logits(target, program._predicted(stored))
+        logits = program._logits(target, stored)
         return kept_logits(logits, stored) if stage == "logits" else program._drafts(logits, stored)
 
     @property
@@ -184,9 +185,12 @@ class BlockProgram:
     def _predicted(self, stored: Mapping[str, Tensor]) -> Tensor:
         return self.drafter.predicted_rows(self._here(stored["block_hidden"]))
 
-    def _logits(self, target: DenseTarget, hidden: Tensor) -> Tensor:
-        """Scores of predicted rows; a drafter exported in 16 bits may meet a target in 32."""
-        return self.drafter.logits(hidden.to(head_dtype(self.drafter.vocabulary, target)), target)
+    def _logits(self, target: DenseTarget, stored: Mapping[str, Tensor]) -> Tensor:
+        """Scores of the stored rows; a drafter exported in 16 bits may meet a target in 32."""
+        if self._scored is None or self._scored[0] is not stored:
+            hidden = self._predicted(stored).to(head_dtype(self.drafter.vocabulary, target))
+            self._scored = stored, self.drafter.logits(hidden, target)
+        return self._scored[1]
 
     def _drafts(self, logits: Tensor, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         kept = kept_target_ids(self.drafter.vocabulary, stored)

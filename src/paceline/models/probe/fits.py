@@ -50,16 +50,16 @@ def fit_embeddings(target: DenseTarget, drafter: Drafter, stored: Mapping[str, T
     if abs(factor - 1) > _SAME:
         scale = contract.input_embedding_scale * factor
         root = math.sqrt(contract.hidden_size)
-        said = f"{scale:.4g}"
+        said = said_exactly = f"{scale:.3g}"
         if abs(scale / root - 1) < _SAME:
-            scale, said = root, f"{root:.4g}, the root of the width"
+            said, said_exactly = f"{root:.4g}, the root of the width", f"{root:.10g}"
         elif abs(scale - 1) < _SAME:
-            scale, said = 1.0, "1"
+            said = said_exactly = "1"
         return Finding(
             "embeddings",
             f"the embedded rows fit with input_embedding_scale {said}; the config says "
             f"{contract.input_embedding_scale:.4g}",
-            f'"input_embedding_scale": {scale:.6g} in the drafter\'s config',
+            f'"input_embedding_scale": {said_exactly} in the drafter\'s config',
         )
     if not isinstance(drafter, BlockDrafter) or found.shape[1] < 2:
         return None
@@ -109,8 +109,8 @@ def fit_values(drafter: Drafter, found: Mapping[str, Tensor], stored: Mapping[st
     scale = drafter.contract.attention_value_scale
     return Finding(
         "keys",
-        f"the context values fit with attention_value_scale {scale * factor:.4g}; the config says {scale:.4g}",
-        f'"attention_value_scale": {scale * factor:.4g} in the drafter\'s config',
+        f"the context values fit with attention_value_scale {scale * factor:.3g}; the config says {scale:.4g}",
+        f'"attention_value_scale": {scale * factor:.3g} in the drafter\'s config',
     )
 
 
@@ -125,8 +125,8 @@ def fit_logits(drafter: Drafter, found: Mapping[str, Tensor], stored: Mapping[st
     if factor > 0 and abs(factor - 1) > _SAME and spread_error(live * factor, kept) < _FITS:
         return Finding(
             "logits",
-            f"the draft logits fit with output_multiplier {scale * factor:.4g}; the config says {scale:.4g}",
-            f'"output_multiplier": {scale * factor:.4g} in the drafter\'s config',
+            f"the draft logits fit with output_multiplier {scale * factor:.3g}; the config says {scale:.4g}",
+            f'"output_multiplier": {scale * factor:.3g} in the drafter\'s config',
         )
     lowest = float(kept.abs().max()) * 1.001
     caps = [lowest * 1.05**step for step in range(60)]
@@ -149,15 +149,20 @@ def fit_fc_input(drafter: Drafter, stored: Mapping[str, Tensor]) -> Finding | No
     joined = torch.cat(taps, dim=-1)
     if kept.shape != joined.shape:
         return None
-    per_tap = torch.cat([_normed(tap, eps) for tap in taps], dim=-1)
+    if relative_error(joined, kept) < _FITS:
+        return None  # no norm at all, which gains could imitate where rows are of one size
+    per_tap = _error_of(torch.cat([_normed(tap, eps) for tap in taps], dim=-1), kept)
+    over_all = _error_of(_normed(joined, eps), kept)
     has_joint_norm = contract.eagle3 is not None and contract.eagle3.norm_before_fc
-    if _explains(per_tap, kept) and not contract.has_tap_norm:
+    if min(per_tap, over_all) > _FITS:
+        return None
+    if per_tap <= over_all and not contract.has_tap_norm:
         return Finding(
             "fc_input",
             "fc_norm is missing: the context features were made with one norm per tap, the config has none",
             f'"fc_norm": true, and the tensors fc_norm.0.weight to fc_norm.{contract.num_taps - 1}.weight',
         )
-    if _explains(_normed(joined, eps), kept) and not has_joint_norm and not _explains(per_tap, kept):
+    if over_all < per_tap and not has_joint_norm:
         return Finding(
             "fc_input",
             "the norm over all taps is missing: the context features were made with one norm over their concatenation "
@@ -171,8 +176,8 @@ def _normed(rows: Tensor, eps: float) -> Tensor:
     return rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
 
 
-def _explains(rows: Tensor, kept: Tensor) -> bool:
-    """Whether one set of gains turns both rows into what is kept."""
+def _error_of(rows: Tensor, kept: Tensor) -> float:
+    """How far the gains that turn the first row into what is kept are from doing so with the second."""
     is_usable = rows[0].abs() > 0.05
     gains = torch.where(is_usable, kept[0] / torch.where(is_usable, rows[0], 1.0), 1.0)
-    return relative_error(rows[1][is_usable] * gains[is_usable], kept[1][is_usable]) < _FITS
+    return relative_error(rows[1][is_usable] * gains[is_usable], kept[1][is_usable])

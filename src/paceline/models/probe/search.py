@@ -117,7 +117,8 @@ def _error(target: DenseTarget, alternative: Alternative, stage: Stage) -> float
     except (PacelineError, ValueError):  # the class does not draft so, or a tensor for it is not there
         return float("inf")
     found = program_of(drafter).run(stage, target, alternative.stored)
-    error = compare_stage(stage, found, alternative.stored).error
+    is_quantised = drafter.contract.quantization is not None
+    error = compare_stage(stage, found, alternative.stored, is_quantised=is_quantised).error
     return error if error >= 0 else float("inf")
 
 
@@ -163,4 +164,5 @@ def _agrees_unturned(target: DenseTarget, drafter: Drafter, stored: Mapping[str,
     """Whether keys at position 0, which no rotation changes, are as recorded."""
     first = {name: stored[name][:, :1] for name in ("context_key", "context_value")}
     found = program_of(drafter).run("keys", target, stored)
-    return compare_stage("keys", {name: found[name][:, :1] for name in first}, first).is_ok
+    turned = {name: found[name][:, :1] for name in first}
+    return compare_stage("keys", turned, first, is_quantised=drafter.contract.quantization is not None).is_ok

@@ -79,7 +79,7 @@ class DenseTarget(nn.Module):
         x = self.embed_tokens(token_ids_BT)
         rows = expand_rotary(self.position_table[positions_BT], x.dtype)
         if taps is not None:
-            assert taps.stream in self.aux_hidden_streams, f"no stream {taps.stream!r}; `require_taps` refuses such pairs"
+            assert taps.stream in self.aux_hidden_streams, f"no stream {taps.stream!r}: ask `require_taps`"
             taps.observe(0, x)
         for index, layer in enumerate(self.layers):
             x = layer(x, rows, attend, index)

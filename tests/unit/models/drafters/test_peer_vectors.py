@@ -140,6 +140,28 @@ def test_the_walk_needs_the_right_scores(name: str, fault: dict[str, Any], tmp_p
     assert worst < 2e-5 and not same  # the states are the same, what is made of them is not
 
 
+@pytest.mark.parametrize(("name", "is_causal"), [("two_taps", False), ("window_causal", True)])
+@torch.no_grad()
+def test_a_shorter_block_is_another_input_unless_rows_are_causal(name: str, is_causal: bool, tmp_path: Path) -> None:
+    """At the end of a budget the peer cuts its blocks; we draft whole ones and drop what is over."""
+    stored = load_file(DATA / "dflash2_peer.safetensors")
+    drafter = load(dflash2_contract(**DFLASH2[name]), stored, f"{name}.drafter.", "zlab", tmp_path)
+    features = torch.cat((stored[f"{name}.features"], stored[f"{name}.short.features"]))
+    expected = stored[f"{name}.short.hidden"]
+    context = CachedContext(drafter)
+    context.extend([features[:, :WIDTH], features[:, WIDTH:]])
+    anchor = stored[f"{name}.output_ids"][context.length]
+    lender = Lending(stored["embedding"].float(), stored["head"].float())
+    num_short = expected.shape[0] - 1
+    short, whole = (
+        context.draft(drafter.embed(drafter.block_ids(anchor, count), lender)) for count in (num_short, NUM_DRAFTS)
+    )
+    assert 1 <= num_short < NUM_DRAFTS
+    assert float((short - expected).abs().max()) < 2e-5
+    difference = float((whole[: num_short + 1] - expected).abs().max())
+    assert difference < 2e-5 if is_causal else difference > 1e-3
+
+
 def stored_distributions() -> dict[str, Tensor]:
     stored = load_file(DATA / "dflash2_peer.safetensors")
     return {name.removeprefix("q."): tensor for name, tensor in stored.items() if name.startswith("q.")}
