@@ -55,14 +55,29 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     import torch
 
-    from paceline.engine.engine import Engine, EngineSettings
-    from paceline.models.loading import load_drafter, load_target
+    from paceline.models.loading import load_target
 
     torch.set_num_threads(options.threads)
     target = load_target(options.model, dtype=options.dtype, device=options.device)
-    drafter = load_drafter(options.draft_model, target)
     sets = read_sets(options.sets, target.tokenizer, vocab_size=target.contract.vocab_size, limit=options.num_prompts)
+    drafters = [options.draft_model, *options.also_draft_model]
+    rows = [row for name in drafters for row in drafter_rows(name, target, sets, options)]
+    print(text_table(rows))
+    facts = [options.dtype, f"concurrency {options.concurrency}"]
+    report(NAME, rows, options, arguments, device=options.device, facts=facts)
+    return EXIT_DONE
+
+
+def drafter_rows(
+    name: str, target: LoadedTarget, sets: Sequence[PromptSet], options: argparse.Namespace
+) -> list[dict[str, object]]:
+    """Every row of one drafter."""
+    from paceline.engine.engine import Engine, EngineSettings
+    from paceline.models.loading import load_drafter
+
+    drafter = load_drafter(name, target)
     engine = Engine(target, drafter, EngineSettings(max_num_seqs=options.concurrency))
+    say(f"{name_of(name)}: block size {drafter.contract.block_size}")
     rows: list[dict[str, object]] = []
     for prompt_set in sets:
         is_simulated = prompt_set.conversations is not None and prompt_set.name not in options.served_only
@@ -77,16 +92,15 @@ def main(arguments: Sequence[str]) -> int:
                 )
                 rows[-1] |= comparison(prompt_set, results, stored=stored, served=served)
                 rows.append(simulated_row(prompt_set, stored))
-    rows = [{"drafter": name_of(options.draft_model), **row} for row in rows]
-    print(text_table(rows))
-    facts = [options.dtype, f"concurrency {options.concurrency}", f"block size {drafter.contract.block_size}"]
-    report(NAME, rows, options, arguments, device=options.device, facts=facts)
-    return EXIT_DONE
+    return [{"drafter": name_of(name), **row} for row in rows]
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Options."""
     parser = make_parser(__doc__)
+    parser.add_argument(
+        "--also-draft-model", action="append", default=[], metavar="DRAFTER", help="another one, on the same prompts"
+    )
     add_set_argument(parser, required=True)
     parser.add_argument("--num-prompts", type=positive, default=64, help="of each set; default 64")
     parser.add_argument("--max-tokens", type=positive, default=256, help="for sets of mere prompts; default 256")
