@@ -13,7 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.contract import DrafterContract, DraftSampleMethod, RopeSettings, TargetContract
+from paceline.checkpoint.contract import (
+    AuxHiddenStream,
+    DrafterContract,
+    DraftSampleMethod,
+    RopeSettings,
+    TargetContract,
+)
 from paceline.engine.canary import ReplayProposer
 from paceline.engine.proposal import Rows
 from paceline.engine.slots import SlotState
@@ -133,6 +139,7 @@ class TableProposer:
 
     max_positions = 2**31
     target_layer_ids = ()
+    aux_hidden_stream: AuxHiddenStream = "prefix"
     cache = None
 
     def __init__(

@@ -82,7 +82,7 @@ def find_misfits(drafter: DrafterContract, target: TargetContract, *, num_draft_
         misfits.append(
             f"the drafter reads the stream {drafter.aux_hidden_stream!r}; a {target.architecture} has only 'prefix'"
         )
-    misfits.extend(_vocabulary_misfits(drafter, target))
+    misfits.extend(vocabulary_misfits(drafter, target))
     misfits.extend(_block_misfits(drafter, num_draft_tokens))
     return misfits
 
@@ -120,7 +120,7 @@ def _fewer_drafts(drafter: DrafterContract) -> str:
     return f"at most {drafter.num_draft_tokens} draft tokens per step"
 
 
-def _vocabulary_misfits(drafter: DrafterContract, target: TargetContract) -> list[str]:
+def vocabulary_misfits(drafter: DrafterContract, target: TargetContract) -> list[str]:
     """Disagreements of token ids.
 
     Two sizes of one tokenizer may differ by padding rows. That is harmless where the drafter borrows what has a row per
@@ -131,7 +131,7 @@ def _vocabulary_misfits(drafter: DrafterContract, target: TargetContract) -> lis
     if stated != real:
         # the Markov head's bias is added to the scores of the target's ids, d2t names them: both need exactly these
         is_bound = drafter.markov is not None or drafter.draft_vocab_size < stated
-        if is_bound or not _is_padding(stated, real):
+        if is_bound or not is_padding(stated, real):
             misfits.append(f"the drafter's target has {stated} token ids, this one has {real}")
         elif drafter.has_own_head and drafter.draft_vocab_size > real:
             misfits.append(
@@ -171,7 +171,7 @@ def _vocabulary_misfits(drafter: DrafterContract, target: TargetContract) -> lis
     return misfits
 
 
-def _is_padding(size: int, other: int) -> bool:
+def is_padding(size: int, other: int) -> bool:
     """Whether two vocabulary sizes may belong to one tokenizer, padded to different multiples."""
     return abs(size - other) < min(_LARGEST_PADDING, _LARGEST_SHARE * min(size, other))
 

@@ -19,13 +19,19 @@ from paceline.checkpoint.contract import DrafterContract, TargetContract
 from paceline.checkpoint.dialects import Dialect, DrafterFiles, read_drafter
 from paceline.checkpoint.dialects.files import CONFIG_FILE, MASK_FILE
 from paceline.checkpoint.dialects.keys import UNSTATED
-from paceline.checkpoint.export import FINGERPRINT_FILE, PROVENANCE_FILE, write_drafter_folder
+from paceline.checkpoint.export import DEQUANTIZED_MARK, FINGERPRINT_FILE, PROVENANCE_FILE, write_drafter_folder
 from paceline.checkpoint.gguf import open_gguf
 from paceline.checkpoint.locate import read_json
 from paceline.checkpoint.names import drafter_slots
 from paceline.checkpoint.quantized import ALWAYS_PLAIN
 from paceline.checkpoint.target_config import read_target_contract
-from paceline.checkpoint.weights import FLOAT_DTYPES, INDEX_FILE, TensorSource, open_safetensors
+from paceline.checkpoint.weights import (
+    FLOAT_DTYPES,
+    INDEX_FILE,
+    TensorSource,
+    open_safetensors,
+    open_safetensors_file,
+)
 from paceline.errors import CheckpointError
 
 WRITABLE_DIALECTS: tuple[Dialect, ...] = ("zlab", "assistant", "speculators")
@@ -66,8 +72,9 @@ def convert_drafter(
 ) -> Conversion:
     """Read a drafter in any layout, strictly, and write it in another.
 
-    Tensors keep dtype and bits, except that quantised ones are written in the contract's dtype. The fingerprint file is
-    copied as it is; provenance gains an entry for the conversion.
+    Tensors keep dtype and bits, except that quantised ones are written in the contract's dtype; the fingerprint, else
+    copied as it is, then gains a mark, since the new config no longer says that its weights were rounded after it was
+    recorded. Provenance gains an entry for the conversion.
 
     Args:
         folder: the drafter.
@@ -98,6 +105,7 @@ def convert_drafter(
     _require_stated(contract, dialect)
     contract, tensors, dropped, added = _fit_copies(contract, tensors, dialect, tables, files.draft_to_target)
     fingerprint, history = folder / FINGERPRINT_FILE, folder / PROVENANCE_FILE
+    marked = _marked(fingerprint, files.contract.quantization)
     provenance = read_json(history) if history.is_file() else {}
     step = {"from": files.dialect, "to": dialect, "dequantized_from": files.contract.quantization}
     earlier = provenance.get("conversions")
@@ -106,12 +114,12 @@ def convert_drafter(
         output,
         contract,
         tensors,
-        None,
+        marked,
         {**provenance, "conversions": [*earlier, {**step, "paceline": __version__}]},
         dialect=dialect,
         draft_to_target=files.draft_to_target,
         mask_embedding=files.mask_embedding,
-        extra_files=[fingerprint] if fingerprint.is_file() else [],
+        extra_files=[fingerprint] if fingerprint.is_file() and marked is None else [],
     )
     others = sorted(entry.name for entry in folder.iterdir())
     return Conversion(
@@ -125,6 +133,15 @@ def convert_drafter(
         added=added,
         left_behind=tuple(name for name in others if name not in _REWRITTEN and not name.endswith(".safetensors")),
     )
+
+
+def _marked(path: Path, scheme: str | None) -> dict[str, Tensor] | None:
+    """The fingerprint with the scheme that the weights were stored in, or None where the file can stay as it is."""
+    if scheme is None or not path.is_file():
+        return None
+    source = open_safetensors_file(path)
+    mark = torch.frombuffer(bytearray(scheme.encode()), dtype=torch.uint8)
+    return {**{name: source.load(name) for name in source.names()}, DEQUANTIZED_MARK: mark}
 
 
 class _TargetTables:

@@ -43,6 +43,7 @@ from paceline.checkpoint.weights import (
 from paceline.errors import CheckpointError
 
 FINGERPRINT_FILE = "fingerprint.safetensors"
+DEQUANTIZED_MARK = "dequantized_from"  # tensor of bytes in a fingerprint: the scheme that its drafter's weights were in
 PROVENANCE_FILE = "provenance.json"
 _OUR_FILES = frozenset({CONFIG_FILE, INDEX_FILE, PROVENANCE_FILE, MASK_FILE, "hf_quant_config.json"})
 

@@ -14,6 +14,7 @@ from paceline.cli import options
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from paceline.checkpoint.contract import DrafterContract
     from paceline.evaluation.contract_search import Score, Verdict
     from paceline.evaluation.prompts import Prompt
     from paceline.models.loading import LoadedDrafter, LoadedTarget
@@ -91,10 +92,12 @@ def check(
     pair = _load_drafter(folder, loaded, answer)
     if pair is not None:
         stored = _replay(folder, loaded, pair, answer)
-        if prompts is not None or (stored is None and answer.fits):
+        if prompts is not None or (answer.fits and not _covers_all(stored)):
             _score(loaded, pair, questions, answer)
         if record and answer.fits:
             _record(folder, loaded, pair, stored, answer)
+    if record and not answer.fits:
+        answer.notes.append("nothing was recorded: the check says no")
     if as_json:
         options.print_json({**vars(answer), "fits": answer.fits})
     else:
@@ -128,14 +131,14 @@ def _load_target(
 
 
 def _load_drafter(folder: Path, target: LoadedTarget, answer: _Answer) -> LoadedDrafter | None:
-    """The drafter although a load would refuse it, or None where it cannot even be run on this target."""
-    from paceline.checkpoint.compatibility import find_misfits
+    """The drafter although a load would refuse it; None, with a cause, where it cannot even be run on this target."""
+    from paceline.checkpoint.compatibility import complete_contract, find_misfits
     from paceline.checkpoint.dialects import read_drafter_contract
-    from paceline.errors import CompatibilityError
+    from paceline.errors import CompatibilityError, PacelineError
     from paceline.models.capabilities import require_taps
     from paceline.models.loading import load_drafter
 
-    contract = read_drafter_contract(folder)
+    contract = complete_contract(read_drafter_contract(folder), target.contract)
     misfits = find_misfits(contract, target.contract)
     if not misfits:
         try:
@@ -145,15 +148,30 @@ def _load_drafter(folder: Path, target: LoadedTarget, answer: _Answer) -> Loaded
     answer.stages.append(_row("contract", not misfits, "; ".join(misfits) or "sizes, taps and vocabulary fit"))
     for misfit in misfits:
         answer.says_no("contract", misfit, f"the target {contract.target_name!r}, which the drafter's config names")
-    has_same_sizes = (
+    if not misfits:
+        return load_drafter(str(folder), target, check_contract=False, check_fingerprint=False)
+    why = "their sizes differ"
+    if _has_same_sizes(contract, target):
+        try:
+            return load_drafter(str(folder), target, check_contract=False, check_fingerprint=False)
+        except PacelineError as error:
+            why = error.message
+    answer.notes.append(f"the drafter cannot be run on this target, so nothing more was compared: {why}")
+    return None
+
+
+def _has_same_sizes(contract: DrafterContract, target: LoadedTarget) -> bool:
+    """Whether tensors and taps fit each other; what else disagrees does not keep a drafter from being run."""
+    from paceline.checkpoint.compatibility import vocabulary_misfits
+    from paceline.checkpoint.contract import capture_id
+
+    borrows = not (contract.has_own_embedding and contract.has_own_head)
+    return (
         contract.target_hidden_size == target.contract.hidden_size
-        and contract.target_vocab_size == target.contract.vocab_size
-        and all(capture + 1 in target.model.capture_ids for capture in contract.target_layer_ids)
+        and (not borrows or contract.hidden_size == target.contract.hidden_size)
+        and not vocabulary_misfits(contract, target.contract)
+        and all(capture_id(layer) in target.model.capture_ids for layer in contract.target_layer_ids)
     )
-    if not has_same_sizes:
-        answer.notes.append("the drafter cannot be run on this target, so nothing more was compared")
-        return None
-    return load_drafter(str(folder), target, check_contract=False, check_fingerprint=False)
 
 
 def _replay(folder: Path, target: LoadedTarget, drafter: LoadedDrafter, answer: _Answer) -> dict[str, Tensor] | None:
@@ -178,9 +196,17 @@ def _replay(folder: Path, target: LoadedTarget, drafter: LoadedDrafter, answer: 
         )
     if is_old(stored):
         answer.notes.append(
-            "the fingerprint is of format 1, taps and context features only; --record writes one with every stage"
+            "the fingerprint is of format 1, taps and context features only: RoPE, mask row, windows, layers and heads "
+            "are for prompts to judge; --record writes one with every stage if those say yes"
         )
     return stored
+
+
+def _covers_all(stored: dict[str, Tensor] | None) -> bool:
+    """Whether a fingerprint has a witness for every stage, so that prompts need not be asked."""
+    from paceline.models.fingerprint import is_old
+
+    return stored is not None and not is_old(stored)
 
 
 def _score(target: LoadedTarget, drafter: LoadedDrafter, prompts: list[Prompt], answer: _Answer) -> None:

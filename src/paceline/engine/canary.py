@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.contract import TargetLayerId
+from paceline.checkpoint.contract import AuxHiddenStream, TargetLayerId
 from paceline.engine.cache import KeyValueCache
 from paceline.engine.direct_drafts import direct_sequential_drafts
 from paceline.engine.engine import Engine, EngineSettings
@@ -78,6 +78,7 @@ class ReplayProposer:
     num_candidates = 0
     max_positions = 2**31
     target_layer_ids: tuple[TargetLayerId, ...] = ()
+    aux_hidden_stream: AuxHiddenStream = "prefix"
     cache: KeyValueCache | None = None
 
     def __init__(self, script_of_slot: Callable[[int], Sequence[int] | None], num_draft_tokens: int) -> None:
@@ -119,6 +120,7 @@ class WatchedProposer:
         self.name, self.num_draft_tokens = "watched", inner.num_draft_tokens
         self.num_candidates, self.max_positions = 0, inner.max_positions
         self.target_layer_ids = inner.target_layer_ids
+        self.aux_hidden_stream = inner.aux_hidden_stream
         self.noted: list[tuple[tuple[int, ...], int, list[int]]] = []  # text so far, anchor position, drafts
 
     @property
@@ -299,7 +301,7 @@ def count_equal_drafts(
     model = drafter.model
     text_1T = torch.tensor([text], device=target.norm.weight.device)
     positions_T = torch.arange(len(text), device=text_1T.device)
-    collector = TapCollector.of_layers(drafter.contract.target_layer_ids)
+    collector = TapCollector.of_layers(drafter.contract.target_layer_ids, drafter.contract.aux_hidden_stream)
     target(text_1T, positions_T.unsqueeze(0), WholeSequence(), collector)
     taps = collector.collected()
     num_equal = 0

@@ -30,7 +30,7 @@ from paceline.engine.sequential_proposal import SequentialProposer, spare_positi
 from paceline.engine.settings import EngineSettings, context_length, draft_tokens_per_step
 from paceline.engine.slots import SamplingFlags, SlotState
 from paceline.engine.step import StepBatch, decode_step
-from paceline.errors import RequestError
+from paceline.errors import CompatibilityError, RequestError
 from paceline.models.drafters.eagle3 import Eagle3Drafter
 from paceline.models.loading import LoadedDrafter, LoadedTarget
 from paceline.trace.step import RequestTrace
@@ -56,6 +56,7 @@ class Engine:
 
     Raises:
         ConfigError: a setting asks for more than the models can do.
+        CompatibilityError: the drafter was loaded, and so checked, for another target.
         CapacityError: the caches do not fit into memory.
     """
 
@@ -67,6 +68,7 @@ class Engine:
         *,
         proposer: Proposer | None = None,
     ) -> None:
+        _refuse_another_target(target, drafter)
         self.settings = settings = settings or EngineSettings()
         self._loaded_target, self._loaded_drafter, self._target = target, drafter, target.model
         weight = target.model.norm.weight
@@ -458,3 +460,13 @@ class Engine:
         self._cache.clear_rows(slot, start)
         if self._proposer is not None and self._proposer.cache is not None:
             self._proposer.cache.clear_rows(slot, start)
+
+
+def _refuse_another_target(target: LoadedTarget, drafter: LoadedDrafter | None) -> None:
+    """A drafter that was checked on one target may fit no other, however equal their sizes."""
+    if drafter is not None and drafter.checked_on is not None and drafter.checked_on is not target.model:
+        raise CompatibilityError(
+            "the drafter was loaded for another target than this engine's; what was checked there says nothing here",
+            origin={"drafter": drafter.contract.origin, "target": target.contract.origin},
+            hint="load_drafter(name, target) with this engine's target",
+        )

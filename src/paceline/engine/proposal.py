@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.contract import DraftSampleMethod, TargetLayerId
+from paceline.checkpoint.contract import AuxHiddenStream, DraftSampleMethod, TargetLayerId
 from paceline.engine.attends import AttentionChoice, attend_block
 from paceline.engine.cache import KeyValueCache
 from paceline.engine.slots import SlotState
@@ -50,6 +50,7 @@ class Proposer(Protocol):
         num_candidates: width of the stored q; 0 if proposals are one-hot.
         max_positions: positions below this can be drafted for; beyond it a request goes on without drafts.
         target_layer_ids: target layers whose outputs `write_context` wants, ascending.
+        aux_hidden_stream: which of the target's streams they are read from.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Proposer(Protocol):
     num_candidates: int
     max_positions: int
     target_layer_ids: tuple[TargetLayerId, ...]
+    aux_hidden_stream: AuxHiddenStream
 
     @property
     def cache(self) -> KeyValueCache | None:
@@ -117,6 +119,7 @@ class BlockProposer:
         self.num_candidates = drafter.num_candidates if method == "probabilistic" else 0
         self.max_positions = min(contract.max_position_embeddings, drafter.backbone.position_table.shape[0])
         self.target_layer_ids = contract.target_layer_ids
+        self.aux_hidden_stream: AuxHiddenStream = contract.aux_hidden_stream
         self._num_rows = drafter.num_rows(num_draft_tokens)
         self._offsets_Q = torch.arange(self._num_rows, device=cache.planes.device)
 

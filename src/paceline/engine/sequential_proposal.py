@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.contract import DraftSampleMethod
+from paceline.checkpoint.contract import AuxHiddenStream, DraftSampleMethod
 from paceline.engine.attends import AttentionChoice, write_then_attend
 from paceline.engine.cache import KeyValueCache
 from paceline.engine.proposal import Rows
@@ -78,6 +78,7 @@ class SequentialProposer:
         self.num_candidates = min(MAX_CANDIDATES, contract.draft_vocab_size) if method == "probabilistic" else 0
         self.max_positions = min(contract.max_position_embeddings, drafter.position_table.shape[0])
         self.target_layer_ids = contract.target_layer_ids
+        self.aux_hidden_stream: AuxHiddenStream = contract.aux_hidden_stream
         self._features_BTD: Tensor | None = None
         self._settled: _Settled | None = None
 

@@ -161,7 +161,9 @@ def run_rows(
         starts_B=rows.starts_B,
         num_rows=rows.num_rows,
     )
-    taps = TapCollector.of_layers(proposer.target_layer_ids) if proposer is not None else None
+    taps = None
+    if proposer is not None:
+        taps = TapCollector.of_layers(proposer.target_layer_ids, proposer.aux_hidden_stream)
     # The last drafts of a request may lie beyond the position table; they also lie beyond its budget.
     turned_as_BT = positions_BT.clamp(max=target.position_table.shape[0] - 1)
     hidden_BTD: Tensor = target(token_ids_BT, turned_as_BT, attend, taps)

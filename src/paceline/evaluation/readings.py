@@ -12,11 +12,10 @@ from paceline.checkpoint.contract import CaptureId, capture_id, target_layer_id
 from paceline.errors import PacelineError
 from paceline.models.drafters.block_drafter import BlockDrafter
 from paceline.models.drafters.eagle3 import Eagle3Drafter
+from paceline.models.probe.alternatives import THETAS
 from paceline.models.probe.places import Place
 from paceline.models.readings import reread
 from paceline.models.targets.dense import DenseTarget
-
-THETAS = (1e4, 5e4, 1e5, 5e5, 1e6, 1e7)
 
 
 @dataclass(frozen=True)

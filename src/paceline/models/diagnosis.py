@@ -14,6 +14,7 @@ from paceline.checkpoint.contract import target_layer_id
 from paceline.errors import CompatibilityError
 from paceline.models.drafters.table import Drafter
 from paceline.models.fingerprint import TAP_TOLERANCE, Replay, TapComparison
+from paceline.models.probe.description import FieldDifference
 from paceline.models.probe.findings import Finding
 from paceline.models.probe.places import Place
 from paceline.models.probe.search import search_stage
@@ -53,12 +54,34 @@ def diagnose(target: DenseTarget, drafter: Drafter, stored: Mapping[str, Tensor]
             continue
         if result.stage == "taps":
             findings.append(_taps(drafter, replay.taps))
+        elif result.stage == "config":
+            findings += _recorded_otherwise(drafter, replay.differences, findings)
         else:
             found = search_stage(target, drafter, stored, result)
             is_echo = result.stage == "drafts" and "logits" in failed
             if found.is_named or (not is_echo and all(earlier.is_named for earlier in findings)):
                 findings.append(found)
+    if any(finding.stage == "config" for finding in findings):
+        findings.sort(key=lambda finding: not finding.is_named)  # a changed field says more than "other weights"
     return findings
+
+
+def _recorded_otherwise(
+    drafter: Drafter, differences: Sequence[FieldDifference], findings: Sequence[Finding]
+) -> list[Finding]:
+    """One finding per field, but for those that an earlier one has named."""
+    origin = drafter.contract.origin
+    said = " ".join(f"{finding.cause} {finding.fix}" for finding in findings)
+    return [
+        Finding(
+            "config",
+            f"the fingerprint was recorded with {d.name} {d.recorded!r}, the config says {d.served!r} ({origin})",
+            f"{d.name} {d.recorded!r} in {origin}; if the config is right, remove the fingerprint and have another "
+            "written by `paceline check --record`",
+        )
+        for d in differences
+        if d.name.rpartition(".")[2] not in said
+    ]
 
 
 def _taps(drafter: Drafter, taps: Sequence[TapComparison]) -> Finding:

@@ -4,7 +4,8 @@ Verification hides a tap taken one layer off, a lost norm, another RoPE or anoth
 acceptance falls. So training stores a short probe with a witness for every stage, and loading compares.
 
 The taps are compared with the serving target's; every later stage is computed from stored inputs (`probe/stages.py`).
-A drafter recorded by an earlier version has taps and context features only, and is checked by those.
+Last, the recorded contract is held against the served one: numbers do not see every field. A drafter recorded by an
+earlier version has taps and context features only, and is checked by those.
 
 P probe tokens, C compared positions, D width.
 """
@@ -20,9 +21,17 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.contract import DrafterContract, capture_id
+from paceline.checkpoint.export import DEQUANTIZED_MARK
 from paceline.errors import CheckpointError
 from paceline.models.drafters.table import Drafter
-from paceline.models.probe.description import FORMAT, described, read_description
+from paceline.models.probe.description import (
+    FORMAT,
+    FieldDifference,
+    described,
+    differing_fields,
+    is_rounded,
+    read_description,
+)
 from paceline.models.probe.places import Place, states_of_text
 from paceline.models.probe.programs import program_of
 from paceline.models.probe.search import is_beaten
@@ -33,7 +42,6 @@ from paceline.models.probe.stages import (
     StageResult,
     check_tensor,
     compare_stage,
-    relative_error,
 )
 from paceline.models.targets.dense import DenseTarget
 from paceline.ops.sample_tokens import NO_TOKEN
@@ -45,9 +53,11 @@ from paceline.ops.sample_tokens import NO_TOKEN
 # targets amplify rounding: 0.05 in bf16, 0.54 as Q4_1, where other weights are off by 1.4.
 NEAR_TOLERANCE = 0.15  # beyond it a load says that the target is not quite the one of training
 TAP_TOLERANCE = 0.6
-PROBE_TOKENS = 32  # of an exported drafter: every load runs them through the target
+PROBE_TOKENS = 32  # of an exported drafter: a load runs them through the target, or half of them where that is enough
 _CLEARLY_BETTER = 0.8  # another place matches "better" if its error is below this share of the declared one's
 _FEWEST_TOKENS = 4
+_NUM_QUICK_ROWS = 1  # of those compared; the target need not read the rest of the probe where these leave no doubt
+_NOT_QUICK = frozenset({"block_hidden_alone"})  # what repeats another witness, with each block by itself
 _log = logging.getLogger(__name__)
 
 
@@ -82,11 +92,13 @@ class Replay:
 
     Attributes:
         taps: one comparison per tap.
-        results: one per stage, taps first.
+        results: one per stage, taps first and the config last.
+        differences: fields that are not served as they were recorded.
     """
 
     taps: tuple[TapComparison, ...]
     results: tuple[StageResult, ...]
+    differences: tuple[FieldDifference, ...] = ()
 
     @property
     def failed(self) -> tuple[StageResult, ...]:
@@ -124,25 +136,41 @@ def record_fingerprint(target: DenseTarget, drafter: Drafter, probe_ids: list[in
 
 
 @torch.no_grad()
-def replay_fingerprint(target: DenseTarget, drafter: Drafter, stored: Mapping[str, Tensor]) -> Replay:
-    """Compare every stage with what is stored, the taps at every place of the target.
+def replay_fingerprint(
+    target: DenseTarget, drafter: Drafter, stored: Mapping[str, Tensor], *, is_quick: bool = False
+) -> Replay:
+    """Compare every stage with what is stored, the taps at every place of the target, and the contract.
 
+    Args:
+        target: serving.
+        drafter: as loaded.
+        stored: the fingerprint.
+        is_quick: leave out what repeats another witness, as a load does.
     Raises:
         CheckpointError: the fingerprint is damaged, proves nothing, or belongs to another kind of drafter.
     """
     check_stored(stored, drafter, target)
-    comparisons = tuple(compare_taps(target, drafter, stored))
+    comparisons = tuple(compare_taps(target, drafter, stored, num_rows=_NUM_QUICK_ROWS))
+    if not all(c.best == c.configured and c.error <= NEAR_TOLERANCE / 2 for c in comparisons):
+        comparisons = tuple(compare_taps(target, drafter, stored))
     worst = max(comparisons, key=lambda c: (not c.is_ok, not c.error <= 0, c.error))
     note = f"tap {worst.tap}: relative error {worst.error:.3f}, nearest other place {_other(worst)}"
     results = [StageResult("taps", worst.error / TAP_TOLERANCE, all(c.is_ok for c in comparisons), note)]
     program = program_of(drafter)
+    inputs = {name: tensor for name, tensor in stored.items() if not (is_quick and name in _NOT_QUICK)}
     for stage in program.stages if not is_old(stored) else ("context",):
-        found = program.run(stage, target, stored)
-        result = compare_stage(stage, found, stored, is_quantised=drafter.contract.quantization is not None)
+        found = program.run(stage, target, inputs)
+        result = compare_stage(stage, found, inputs, is_quantised=is_rounded(drafter.contract, stored))
         if is_beaten(target, drafter, stored, result):
             result = replace(result, is_ok=False)
         results.append(result)
-    return Replay(comparisons, tuple(results))
+    if is_old(stored):
+        return Replay(comparisons, tuple(results))
+    fields = read_description(stored["description"])[1]
+    differences = differing_fields(fields, drafter.contract, target.contract.vocab_size)
+    note = f"other than recorded: {', '.join(d.name for d in differences)}" if differences else "as recorded"
+    results.append(StageResult("config", float("inf") if differences else 0.0, not differences, note))
+    return Replay(comparisons, tuple(results), differences)
 
 
 def check_fingerprint(target: DenseTarget, drafter: Drafter, stored: Mapping[str, Tensor]) -> None:
@@ -154,9 +182,10 @@ def check_fingerprint(target: DenseTarget, drafter: Drafter, stored: Mapping[str
     """
     from paceline.models.diagnosis import explain  # only a load that fails pays for the search
 
-    replay = replay_fingerprint(target, drafter, stored)
+    replay = replay_fingerprint(target, drafter, stored, is_quick=True)
     if replay.failed:
-        raise explain(target, drafter, stored, replay)
+        whole = replay_fingerprint(target, drafter, stored)
+        raise explain(target, drafter, stored, whole if whole.failed else replay)
     worst = max(replay.taps, key=lambda c: c.error)
     if worst.error > NEAR_TOLERANCE:
         _log.warning(
@@ -171,15 +200,27 @@ def is_old(stored: Mapping[str, Tensor]) -> bool:
     return "description" not in stored
 
 
-def compare_taps(target: DenseTarget, drafter: Drafter, stored: Mapping[str, Tensor]) -> list[TapComparison]:
-    """Each stored tap against every place of the target, in all of its streams: they may lie close together."""
+def compare_taps(
+    target: DenseTarget, drafter: Drafter, stored: Mapping[str, Tensor], *, num_rows: int | None = None
+) -> list[TapComparison]:
+    """Each stored tap against every place of the target, in all of its streams: they may lie close together.
+
+    Args:
+        target: serving.
+        drafter: whose contract names the taps.
+        stored: the fingerprint, checked.
+        num_rows: how many of the stored rows to compare, from the first on; None is all.
+    """
     contract = drafter.contract
     probe_ids = [int(token) for token in stored["probe_ids"]]
     positions = _old_compared(len(probe_ids)) if is_old(stored) else _compared(len(probe_ids))
-    states = states_of_text(target, probe_ids, positions, sorted(target.aux_hidden_streams))
+    if num_rows is not None:
+        positions = slice(positions.start, min(positions.stop, positions.start + num_rows))
+    states = states_of_text(target, probe_ids[: positions.stop], positions, sorted(target.aux_hidden_streams))
+    places, found = list(states), torch.stack(list(states.values())).float()
     comparisons = []
     for tap, configured in enumerate(_declared(contract)):
-        errors = {place: relative_error(state, stored[f"tap.{tap}"]) for place, state in states.items()}
+        errors = dict(zip(places, _errors(found, stored[f"tap.{tap}"][:num_rows]), strict=True))
         best = min(errors, key=lambda place: errors[place] if errors[place] >= 0 else float("inf"))  # NaN is no match
         comparisons.append(TapComparison(tap, configured, errors.get(configured, float("inf")), best, errors[best]))
     return comparisons
@@ -207,7 +248,7 @@ def check_stored(stored: Mapping[str, Tensor], drafter: Drafter, target: DenseTa
             shapes["context"] = (num_rows, contract.hidden_size)
         else:
             shapes |= program_of(drafter).shapes(num_rows)
-        present = set(stored) - {"probe_ids", "description"}
+        present = set(stored) - {"probe_ids", "description", DEQUANTIZED_MARK}
         if present != set(shapes):
             lost, extra = sorted(set(shapes) - present), sorted(present - set(shapes))
             said = [f"lacks {', '.join(lost)}"] * bool(lost) + [f"holds {', '.join(extra)}"] * bool(extra)
@@ -215,6 +256,8 @@ def check_stored(stored: Mapping[str, Tensor], drafter: Drafter, target: DenseTa
         for name, shape in shapes.items():
             check_tensor(name, stored[name], shape)
         _check_numbers(stored, target.contract.vocab_size)
+        if DEQUANTIZED_MARK in stored and stored[DEQUANTIZED_MARK].dtype != torch.uint8:
+            raise ValueError(f"{DEQUANTIZED_MARK} is {stored[DEQUANTIZED_MARK].dtype}, expected bytes")
     except ValueError as error:
         raise CheckpointError(
             f"the fingerprint cannot be replayed: {error}",
@@ -289,6 +332,16 @@ def _compared(num_tokens: int) -> slice:
 
 def _old_compared(num_tokens: int) -> slice:
     return slice(max(1, num_tokens - 8), num_tokens)
+
+
+def _errors(found: Tensor, stored: Tensor) -> list[float]:
+    """Relative error of every place, [places, C, D]; `stages.relative_error` of many at once."""
+    if found.shape[1:] != stored.shape:
+        return [float("inf")] * len(found)
+    stored = stored.to(found.device).float()
+    differences = (found - stored).flatten(1).norm(dim=1)
+    errors: list[float] = (differences / stored.norm().clamp(min=1e-12)).tolist()
+    return errors
 
 
 def _other(comparison: TapComparison) -> str:

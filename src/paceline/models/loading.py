@@ -16,7 +16,7 @@ from paceline import __version__
 from paceline.checkpoint.compatibility import check_fit, complete_contract
 from paceline.checkpoint.contract import DrafterContract, TargetContract
 from paceline.checkpoint.dialects import read_drafter
-from paceline.checkpoint.export import PROVENANCE_FILE
+from paceline.checkpoint.export import FINGERPRINT_FILE, PROVENANCE_FILE
 from paceline.checkpoint.gguf import open_gguf
 from paceline.checkpoint.locate import locate_drafter, locate_target, read_json
 from paceline.checkpoint.names import dense_target_destinations, dense_target_ignored, drafter_destinations
@@ -35,11 +35,10 @@ from paceline.models.building import empty_drafter, empty_target
 from paceline.models.capabilities import require_taps
 from paceline.models.drafters.table import Drafter
 from paceline.models.fingerprint import check_fingerprint as replay
+from paceline.models.fingerprint import is_old
 from paceline.models.layers import LinearMode, set_linear_mode
 from paceline.models.targets.dense import DenseTarget
 from paceline.ops.linear import can_pack
-
-FINGERPRINT_FILE = "fingerprint.safetensors"
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _log = logging.getLogger(__name__)
@@ -62,6 +61,7 @@ class LoadedDrafter:
     model: Drafter
     contract: DrafterContract
     num_draft_tokens: int
+    checked_on: DenseTarget | None = None  # the target that it was checked on, and whose tables it may share
 
 
 def resolve_device(device: str) -> torch.device:
@@ -178,11 +178,9 @@ def load_drafter(
     drafter.prepare_for_serving(target.linear_mode)
     if check_fingerprint:  # of the arithmetic that will serve
         _replay_stored(folder, target, drafter)
-    capture_text = ", ".join(str(layer) for layer in contract.target_layer_ids)
-    _log.info("drafter %s: taps after layers %s, stream %s", folder.name, capture_text, contract.aux_hidden_stream)
     if shared:
         _log.info("drafter %s: its %s is the target's, bit for bit, and shared", folder.name, " and ".join(shared))
-    return LoadedDrafter(drafter, contract, num_draft_tokens or contract.num_draft_tokens)
+    return LoadedDrafter(drafter, contract, num_draft_tokens or contract.num_draft_tokens, checked_on=target.model)
 
 
 def _check_num_draft_tokens(asked: int, contract: DrafterContract) -> None:
@@ -205,6 +203,14 @@ def _replay_stored(folder: Path, target: LoadedTarget, drafter: Drafter) -> None
         )
         return
     replay(target.model, drafter, stored)
+    if is_old(stored):
+        _log.warning(
+            "%s has a fingerprint of format 1, which covers taps and context features only: its RoPE, mask row, "
+            "windows, layers and heads were not checked. `paceline check %s --target MODEL --record` scores them on "
+            "prompts and, if they are right, records a fingerprint that covers all",
+            folder,
+            folder,
+        )
 
 
 def read_fingerprint(folder: Path) -> dict[str, Tensor] | None:

@@ -207,7 +207,7 @@ class _Run:
         )
         self.contract = drafter_contract(run, target.contract)
         self.drafter = initialise_drafter(self.contract, self.device, seed=run.seed)
-        self.features = TargetFeatures(target.model, self.contract.target_layer_ids)
+        self.features = TargetFeatures(target.model, self.contract.target_layer_ids, self.contract.aux_hidden_stream)
         self.optimizer = make_optimizer(
             self.drafter, weight_decay=run.optimizer.weight_decay, betas=run.optimizer.betas
         )

@@ -188,6 +188,19 @@ def test_worked_example_of_scales_per_shard() -> None:
     torch.testing.assert_close(source.load(f"{QKV}.weight"), torch.full((8, 1), 10.0))
 
 
+def test_worked_example_of_requantising_to_the_largest_scale() -> None:
+    """Codes 100, 50 and 25 at .1, .2 and .4 are 25, 25, 25 at .4: one scale or three, the numbers are the same."""
+    code = torch.tensor([100] * 4 + [50] * 2 + [25] * 2, dtype=torch.int8).unsqueeze(1)
+    config = compressed("int", 8, "tensor", "int-quantized")
+    largest = 0.4
+    per_shard = open_dequantized(MemorySource(fused_of([0.1, 0.2, largest], code)), config, origin="c", fused=PARTS)[0]
+    requantised = (per_shard.load(f"{QKV}.weight") / largest).round().to(torch.int8)
+    assert requantised.flatten().tolist() == [25] * 8
+    single = open_dequantized(MemorySource(fused_of([largest], requantised)), config, origin="c", fused=PARTS)[0]
+    torch.testing.assert_close(single.load(f"{QKV}.weight"), per_shard.load(f"{QKV}.weight"))
+    assert not torch.allclose(code * largest, per_shard.load(f"{QKV}.weight")), "old codes at the new scale"
+
+
 def test_a_fused_tensor_may_have_a_single_scale() -> None:
     code = codes(8, 3)
     tensors = {f"{QKV}.weight": code, f"{QKV}.weight_scale": torch.tensor([0.5])}

@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from tests.tiny import tiny_target, wrap_target
 from tests.tiny_run import write_drafter, write_target_folder
 from tests.unit.cli.test_main import run
+from tests.unit.models.probing import PROBE, old_format
 
 from paceline.checkpoint.contract import TargetLayerId
 from paceline.cli import check as verb
+from paceline.evaluation import contract_search
 from paceline.evaluation.contract_search import Score, Verdict
-from paceline.models.loading import LoadedTarget
+from paceline.models.loading import LoadedTarget, load_drafter
 
 TAPS = (TargetLayerId(0), TargetLayerId(1), TargetLayerId(2))
 
@@ -180,3 +183,102 @@ def test_too_few_prompts(drafter: Path, target: Path, tmp_path: Path, capsys: py
     file.write_text('{"id": "a", "prompt": "w5 w6"}\n{"id": "b", "prompt": "w7"}\n')
     assert run(arguments(drafter, target, "--prompts", str(file))) == 1
     assert "too few to judge by, 16 are needed" in capsys.readouterr().err
+
+
+def padded(folder: Path, *, seed: int = 0) -> Path:
+    """The target with eight rows of padding behind its vocabulary."""
+    plain, wide = tiny_target(seed=seed), tiny_target(vocab_size=520)
+    states = plain.state_dict()
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        states[name] = torch.cat((states[name], torch.zeros(8, 64)))
+    wide.load_state_dict(states)
+    return write_target_folder(folder, wide)
+
+
+def test_padding_of_the_vocabulary_is_no_reason_not_to_compare(
+    drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments(drafter, padded(tmp_path / "same"), "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["methods"] == ["fingerprint"] and {row["ok"] for row in found["stages"]} == {True}
+    assert run(arguments(drafter, padded(tmp_path / "other", seed=5), "--json")) == 3
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is False and "no layer of this target matches" in found["causes"][0]["cause"]
+
+
+def test_a_layout_that_states_no_vocabulary_is_compared(
+    tmp_path: Path, target: Path, loaded: LoadedTarget, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = write_drafter(tmp_path / "plain", loaded, has_tap_norm=False)
+    folder = tmp_path / "assistant"
+    assert run(["convert", str(plain), str(folder), "--to", "assistant", "-q"]) == 0
+    edit(folder, lambda config: (config.pop("vocab_size"), config.pop("paceline", None)))
+    capsys.readouterr()
+    assert run(arguments(folder, target, "--json")) == 0
+    assert json.loads(capsys.readouterr().out)["methods"] == ["fingerprint"]
+    edit(folder, lambda config: (config.update(rope_theta=5e5), config["rope_parameters"].update(rope_theta=5e5)))
+    assert run(arguments(folder, target, "--json")) == 3
+    assert "theta 10000" in json.loads(capsys.readouterr().out)["causes"][0]["cause"]
+
+
+def test_a_drafter_that_cannot_be_run_is_never_one_that_fits(
+    drafter: Path, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit(drafter, lambda config: config["dflash_config"].update(sample_from_anchor=True))
+    assert run(arguments(drafter, target, "--json")) == 3
+    found = json.loads(capsys.readouterr().out)
+    assert "'anchor_sampling'" in found["causes"][0]["cause"] and "nothing more was compared" in found["notes"][0]
+    edit(drafter, lambda config: config["dflash_config"].update(sample_from_anchor=False))
+    tensors = load_file(drafter / "model.safetensors")
+    del tensors["fc.weight"]
+    save_file(tensors, drafter / "model.safetensors")
+    (drafter / "model.safetensors.index.json").unlink()
+    assert run(arguments(drafter, target)) == 1
+    assert "fc.weight" in capsys.readouterr().err
+
+
+def test_a_field_that_no_number_shows(drafter: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit(drafter, lambda config: config.update(rms_norm_eps=1e-6))
+    assert run(arguments(drafter, target, "--record")) == 3
+    captured = capsys.readouterr()
+    assert "recorded config          differs" in captured.out
+    said = f"recorded with rms_norm_eps 1e-05, the config says 1e-06 ({drafter / 'config.json'})"
+    assert said in captured.out and "nothing was recorded: the check says no" in captured.out
+
+
+def make_old(drafter: Path, loaded: LoadedTarget) -> bytes:
+    """Put a fingerprint of format 1 beside the weights."""
+    model = load_drafter(str(drafter), loaded).model
+    old = {name: tensor.contiguous() for name, tensor in old_format(loaded.model, model, PROBE).items()}
+    save_file(old, drafter / "fingerprint.safetensors")
+    return (drafter / "fingerprint.safetensors").read_bytes()
+
+
+def test_a_fingerprint_of_format_1_does_not_decide(
+    drafter: Path, target: Path, loaded: LoadedTarget, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It sees neither RoPE nor mask row: prompts are asked, and nothing is certified that they do not bear out."""
+    before = make_old(drafter, loaded)
+    edit(drafter, lambda config: config.update(is_neox_style=False))
+    edit(drafter, lambda config: config["dflash_config"].update(mask_token_id=17))
+    assert run(arguments(drafter, target, "--record", "--json")) == 3
+    found = json.loads(capsys.readouterr().out)
+    assert found["methods"] == ["fingerprint", "prompts"]
+    assert "format 1" in found["notes"][0] and "nothing was recorded" in found["notes"][-1]
+    assert (drafter / "fingerprint.safetensors").read_bytes() == before
+
+
+def test_one_of_format_1_is_recorded_anew_if_prompts_say_yes(
+    drafter: Path,
+    target: Path,
+    loaded: LoadedTarget,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_old(drafter, loaded)
+    verdict = Verdict(Score("as the config says", "", (-1.0,) * 16, 0.7), (), None, None)
+    monkeypatch.setattr(contract_search, "search_contract", lambda *_, **__: verdict)
+    assert run(arguments(drafter, target, "--record")) == 0
+    assert "recorded: 32 probe tokens" in capsys.readouterr().out
+    assert run(arguments(drafter, target, "--json")) == 0
+    assert json.loads(capsys.readouterr().out)["methods"] == ["fingerprint"]

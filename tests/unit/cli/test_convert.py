@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.tiny import tiny_target, wrap_target
+from tests.tiny_run import write_drafter, write_target_folder
 from tests.unit.checkpoint.test_export import FailingSync
 from tests.unit.cli.folders import drafter_contract, target_folder
 from tests.unit.cli.test_main import run
@@ -29,6 +31,8 @@ from paceline.checkpoint.contract import (
 from paceline.checkpoint.dialects import read_drafter
 from paceline.checkpoint.export import write_drafter_folder
 from paceline.checkpoint.names import drafter_slots
+from paceline.errors import CompatibilityError
+from paceline.models.loading import load_drafter
 
 MASK = torch.arange(32.0)
 DSPARK: dict[str, Any] = {
@@ -201,6 +205,7 @@ def test_quantised_weights_are_written_in_the_dtype_of_the_drafter(
         tensors |= {f"{name}.weight": codes, f"{name}.weight_scale": scale}
         expected[f"{name}.weight"] = (codes.float() * scale).bfloat16()
     save_file(tensors, tmp_path / "a" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "a" / "model.safetensors.index.json").unlink()
     config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     (tmp_path / "a" / "config.json").write_text(json.dumps(config))
     assert run(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "zlab"]) == 0
@@ -334,6 +339,7 @@ def test_damaged_drafters_are_refused(
     tensors = weights(tmp_path / "a")
     change(tensors)
     save_file(tensors, tmp_path / "a" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "a" / "model.safetensors.index.json").unlink()
     assert run(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "zlab"]) == 1
     assert message in capsys.readouterr().err
     assert names_in(tmp_path) == ["a"]
@@ -369,3 +375,47 @@ def test_files_that_stay_behind_are_named(tmp_path: Path, capsys: pytest.Capture
     assert "not carried along: README.md" in capsys.readouterr().err
     assert run(["convert", str(tmp_path / "a"), str(tmp_path / "c"), "--to", "zlab", "-q"]) == 0
     assert capsys.readouterr().err == ""
+
+
+def as_nvfp4(weight: Tensor) -> dict[str, Tensor]:
+    """A matrix in groups of 16 four-bit numbers: packed codes, a scale per group, and a factor on the scales."""
+    steps = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    groups = weight.float().unflatten(-1, (-1, 16))
+    scales = groups.abs().amax(-1) / 6
+    factor = scales.max() / 448
+    stored = (scales / factor).to(torch.float8_e4m3fn)
+    sizes = groups / (stored.float() * factor).unsqueeze(-1).clamp(min=1e-12)
+    codes = torch.bucketize(sizes.abs(), (steps[1:] + steps[:-1]) / 2) + 8 * (sizes < 0)
+    codes = codes.view(weight.shape).to(torch.uint8)
+    packed = (codes[:, 0::2] | (codes[:, 1::2] << 4)).contiguous()
+    return {"weight": packed, "weight_scale": stored, "weight_scale_2": factor.reshape(())}
+
+
+@pytest.mark.parametrize("to", ["zlab", "speculators"])
+def test_a_converted_quantised_drafter_loads_and_checks_yes(tmp_path: Path, to: str) -> None:
+    """Its weights are rounded for good, its config no longer says so, and its fingerprint is of the whole ones."""
+    served = wrap_target(tiny_target(), "plain")
+    write_target_folder(tmp_path / "target", served.model)
+    folder = write_drafter(tmp_path / "a", served, has_tap_norm=False)
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        is_rounded = ".mlp." in name
+        parts = as_nvfp4(tensor) if is_rounded else {"weight": tensor}
+        tensors |= {f"{name.removesuffix('.weight')}.{part}": value for part, value in parts.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    (folder / "config.json").write_text(json.dumps(config))
+    load_drafter(str(folder), served)
+    assert run(["convert", str(folder), str(tmp_path / "b"), "--to", to, "-q"]) == 0
+    assert load_drafter(str(tmp_path / "b"), served).contract.quantization is None
+    check = ["check", str(tmp_path / "b"), "--target", str(tmp_path / "target"), "--dtype", "float32"]
+    assert run([*check, "--device", "cpu"]) == 0
+    assert run(["convert", str(tmp_path / "b"), str(tmp_path / "c"), "--to", "zlab", "-q"]) == 0
+    load_drafter(str(tmp_path / "c"), served)
+    fingerprint = load_file(tmp_path / "c" / "fingerprint.safetensors")
+    assert bytes(fingerprint.pop("dequantized_from").tolist()) == b"nvfp4"
+    save_file(fingerprint, tmp_path / "c" / "fingerprint.safetensors")
+    with pytest.raises(CompatibilityError, match="its weights begin to differ"):
+        load_drafter(str(tmp_path / "c"), served)

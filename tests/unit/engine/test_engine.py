@@ -19,7 +19,7 @@ from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.proposal import Proposer
 from paceline.engine.request import RequestResult, SamplingParameters
 from paceline.engine.step import StepOutput
-from paceline.errors import ConfigError, RequestError
+from paceline.errors import CompatibilityError, ConfigError, RequestError
 from paceline.models.drafters.proposal import Proposal
 from paceline.models.loading import LoadedTarget
 from paceline.trace.acceptance import AcceptanceSummary
@@ -48,7 +48,7 @@ class FlawedReplay:
 
     def __init__(self, inner: Proposer, wrong: frozenset[int], vocab_size: int) -> None:
         self._inner, self._wrong, self._vocab_size = inner, wrong, vocab_size
-        for name in ("name", "num_draft_tokens", "num_candidates", "max_positions", "target_layer_ids", "cache"):
+        for name in (*Proposer.__annotations__, "cache"):
             setattr(self, name, getattr(inner, name))
         self.write_context, self.settle = inner.write_context, inner.settle
 
@@ -474,3 +474,13 @@ def test_sharing_a_drafter_with_fewer_drafts_leaves_the_ids_alone() -> None:
         found = Engine(target, narrow).generate(prompts, LONG)
         assert [result.token_ids for result in found] == [result.token_ids for result in plain]
         assert {record.num_draft_tokens for result in found for record in result.trace.records} == {num_draft_tokens}
+
+
+def test_a_drafter_checked_on_another_target_is_refused() -> None:
+    """Equal sizes say nothing: its fingerprint was compared with the other one, whose tables it may share."""
+    target, drafter = loaded()
+    other, _ = loaded(seed=7)
+    checked = replace(drafter, checked_on=target.model)
+    Engine(target, checked)
+    with pytest.raises(CompatibilityError, match="loaded for another target"):
+        Engine(other, checked)

@@ -20,7 +20,7 @@ from paceline.engine.attends import AttentionChoice
 from paceline.engine.canary import count_equal_drafts
 from paceline.engine.direct_drafts import CausalWindows
 from paceline.engine.engine import Engine, EngineSettings
-from paceline.engine.proposal import Rows
+from paceline.engine.proposal import Proposer, Rows
 from paceline.engine.request import SamplingParameters
 from paceline.engine.sequential_proposal import SequentialProposer
 from paceline.engine.slots import SlotState
@@ -167,7 +167,7 @@ class Insisting:
 
     def __init__(self, inner: SequentialProposer, text: list[int]) -> None:
         self._inner, self._text = inner, text
-        for name in ("name", "num_draft_tokens", "num_candidates", "max_positions", "target_layer_ids", "cache"):
+        for name in (*Proposer.__annotations__, "cache"):
             setattr(self, name, getattr(inner, name))
         self.write_context, self.settle = inner.write_context, inner.settle
 

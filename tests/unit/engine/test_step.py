@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from tests.tiny import loaded, tiny_prompts
 
-from paceline.engine.attends import AttentionChoice
+from paceline.checkpoint.contract import DrafterFamily
+from paceline.engine.attends import AttentionChoice, attend_block
 from paceline.engine.cache import KeyValueCache
 from paceline.engine.prefill import PrefillChunk, prefill_chunk
 from paceline.engine.proposal import BlockProposer, Rows
@@ -114,6 +118,63 @@ def test_both_caches_hold_the_same_bits_as_after_plain_decoding() -> None:
     for cache in ("cache", "context"):
         kept, expected = (getattr(bench, cache).planes[:, :, 2, :, :length] for bench in (blocks, plain))
         assert torch.equal(kept, expected), cache
+
+
+@pytest.mark.parametrize(
+    ("family", "blocks", "lengths"),
+    [
+        ("dflash", [[5, 6, 7, 8], [7, 8, 9, 10]], [9, 11]),  # the anchor's row predicts nothing
+        ("dspark", [[5, 6, 7], [7, 8, 9]], [8, 10]),  # every row predicts the position after its own
+    ],
+)
+@torch.inference_mode()
+def test_worked_positions(
+    family: DrafterFamily, blocks: list[list[int]], lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt of 5 tokens, 3 drafts, the first of them accepted: which positions are drafted, read and kept.
+
+    The published example also gives page slots. There are no pages here: a position is its own row of the slot.
+    """
+    prompt = tiny_prompts([5])[0]
+    text = plain_text(prompt, 4)
+    target, drafter = loaded(drafter_family=family)
+    bench, plain = Bench(target, drafter), Bench(target, drafter)
+    queries: list[list[int]] = []
+    contexts: list[tuple[int, int]] = []
+    verified: list[tuple[list[int], list[int]]] = []
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        (length,) = options["lengths_B"].tolist()
+        contexts.append((length, length + options["num_rows"]))
+        return attend_block(*arguments, **options)
+
+    monkeypatch.setattr("paceline.engine.proposal.attend_block", noted)
+    drafter.model.backbone.register_forward_pre_hook(lambda _m, inputs: queries.extend(inputs[1].tolist()))
+    target.model.register_forward_pre_hook(
+        lambda _m, inputs: verified.append((inputs[0][0].tolist(), inputs[1][0].tolist()))
+    )
+    assert bench.prefill(1, prompt) == text[0]
+    drafts = [text[1], (text[2] + 1) % 512, text[3]]
+    bench.offer(1, drafts)
+    (step,) = bench.step([1], 4)
+    assert step.num_accepted == 1 and bench.state.lengths[1] == 7
+    next_drafts = bench.state.draft_ids[1].tolist()
+    bench.step([1], 4, proposes=False)
+
+    assert queries == blocks
+    assert contexts == [(5, lengths[0]), (7, lengths[1])]
+    # a block's drafts are judged at the positions that its predicting rows speak of
+    assert verified[1:] == [([text[0], *drafts], [5, 6, 7, 8]), ([text[2], *next_drafts], [7, 8, 9, 10])]
+    first, shift = drafter.contract.first_predicted_row, 0 if drafter.contract.layout == "fill_in" else 1
+    for block, (_, positions) in zip(queries, verified[1:], strict=True):
+        assert [position + shift for position in block[first:]] == positions[1:]
+
+    # context rows 5 and 6 count, those of the two refused drafts do not: they are written again
+    plain.prefill(1, prompt)
+    for _ in range(2):
+        plain.step([1], 1, proposes=False)
+    assert plain.state.lengths[1] == 7
+    assert torch.equal(bench.context.planes[:, :, 1, :, :7], plain.context.planes[:, :, 1, :, :7])
 
 
 @torch.inference_mode()

@@ -12,6 +12,7 @@ from torch import Tensor
 from paceline.errors import CompatibilityError
 from paceline.models.drafters.table import Drafter
 from paceline.models.fingerprint import check_fingerprint, record_fingerprint
+from paceline.models.probe.places import states_of_text
 from paceline.models.taps import TapCollector
 from paceline.models.targets.dense import DenseTarget
 
@@ -60,3 +61,12 @@ class TwoStreams(DenseTarget):
             norm = states[capture].norm(dim=-1, keepdim=True)
             taps.observe(capture, states[capture] + 0.25 * norm * torch.nn.functional.normalize(states[0], dim=-1))
         return hidden
+
+
+def old_format(target: DenseTarget, drafter: Any, probe: list[int]) -> dict[str, Tensor]:
+    """What format 1 stored: taps and features at the last eight positions, in float32."""
+    positions = slice(max(1, len(probe) - 8), len(probe))
+    states = states_of_text(target, probe, positions, ["prefix"])
+    taps = [next(s for p, s in states.items() if p.capture == layer + 1) for layer in drafter.contract.target_layer_ids]
+    found = {f"tap.{index}": tap.float() for index, tap in enumerate(taps)}
+    return {"probe_ids": torch.tensor(probe), "context": drafter.backbone.context_features(taps).float(), **found}

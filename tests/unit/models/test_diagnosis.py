@@ -329,3 +329,19 @@ def test_no_reading_changes_the_drafter(target: DenseTarget, make: Callable[[Dra
     before = {name: parameter.clone() for name, parameter in drafter.named_parameters()}
     refusal(target, tiny_drafter(target.contract, seed=3), make(drafter))
     assert all(torch.equal(parameter, before[name]) for name, parameter in drafter.named_parameters())
+
+
+def test_a_recorded_field_comes_before_other_weights(target: DenseTarget) -> None:
+    """An epsilon far off changes hidden rows as other weights would; the record says what it is."""
+    drafter = tiny_drafter(target.contract, family="dflash2", rms_norm_eps=1e-6)
+    other = reread(drafter, rms_norm_eps=1e-2)
+    error = refusal(target, drafter, other, hints=True)
+    assert error.message.startswith("the fingerprint was recorded with rms_norm_eps 1e-06, the config says 0.01")
+    assert error.hint is not None and error.hint.startswith("rms_norm_eps 1e-06 in tests/tiny-drafter")
+
+
+def test_a_rope_that_differs_in_neither_kind_nor_theta(target: DenseTarget) -> None:
+    rope = RopeSettings(1e4, "yarn", 4.0, 64)
+    drafter = tiny_drafter(target.contract, rope=rope)
+    error = refusal(target, drafter, reread(drafter, rope=dataclasses.replace(rope, factor=8.0)), hints=True)
+    says(error, "RoPE of factor 4.0; the config says 8.0", fix='"factor": 4.0')

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.tiny import tiny_drafter, tiny_prompts, tiny_target, wrap_drafter, wrap_target
-from tests.unit.models.probing import PROBE, without_hints
+from tests.unit.models.probing import PROBE, old_format, without_hints
 from torch import Tensor
 
 from paceline.checkpoint.contract import DrafterFamily
@@ -23,7 +23,6 @@ from paceline.models.fingerprint import (
     replay_fingerprint,
 )
 from paceline.models.layers import LinearMode
-from paceline.models.probe.places import states_of_text
 from paceline.models.probe.stages import MEASURES
 from paceline.models.readings import reread
 from paceline.models.targets.dense import DenseTarget
@@ -46,15 +45,6 @@ def stored(target: DenseTarget, drafter: Drafter) -> dict[str, Tensor]:
     return record_fingerprint(target, drafter, PROBE)
 
 
-def old_format(target: DenseTarget, drafter: Any, probe: list[int]) -> dict[str, Tensor]:
-    """What format 1 stored: taps and features at the last eight positions, in float32."""
-    positions = slice(max(1, len(probe) - 8), len(probe))
-    states = states_of_text(target, probe, positions, ["prefix"])
-    taps = [next(s for p, s in states.items() if p.capture == layer + 1) for layer in drafter.contract.target_layer_ids]
-    found = {f"tap.{index}": tap.float() for index, tap in enumerate(taps)}
-    return {"probe_ids": torch.tensor(probe), "context": drafter.backbone.context_features(taps).float(), **found}
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_stage_of_every_family_fits_where_it_was_recorded(target: DenseTarget, family: DrafterFamily) -> None:
     drafter = tiny_drafter(target.contract, family=family)
@@ -62,7 +52,7 @@ def test_every_stage_of_every_family_fits_where_it_was_recorded(target: DenseTar
     check_fingerprint(target, drafter, stored)
     replay = replay_fingerprint(target, drafter, stored)
     stages = [result.stage for result in replay.results]
-    wanted = ["taps", "fc_input", "context", "keys", "embeddings", "rows", "logits", "drafts"]
+    wanted = ["taps", "fc_input", "context", "keys", "embeddings", "rows", "logits", "drafts", "config"]
     assert sorted(stages) == sorted(wanted + (["recycled"] if family == "eagle3" else []))
     assert stages[0] == "taps" and max(result.error for result in replay.results) < 0.06, "bf16 storage alone"
     assert all(stored[name].dtype == torch.bfloat16 for name in stored if name.startswith(("tap.", "context")))
@@ -166,7 +156,7 @@ def test_the_one_place_that_matters_is_the_best_one(target: DenseTarget, stored:
     moved = reread(drafter, target_layer_ids=tuple(layer + 1 for layer in drafter.contract.target_layer_ids))
     replay = replay_fingerprint(near, moved, record)
     assert max(comparison.error for comparison in replay.taps) < TAP_TOLERANCE
-    assert [result.stage for result in replay.failed] == ["taps"]
+    assert [result.stage for result in replay.failed] == ["taps", "config"]
 
 
 def test_a_fingerprint_of_format_1_still_checks_what_it_has(target: DenseTarget, drafter: Drafter) -> None:
@@ -226,8 +216,12 @@ def test_every_witness_has_teeth(target: DenseTarget, drafter: Drafter, stored: 
     poisoned = tensor.roll(1, dims=-1) if tensor.is_floating_point() else (tensor + 1) % 512
     if name == "candidate_log_q":
         poisoned = tensor - 2
+    changed = without_hints(stored | {name: poisoned.contiguous()})
+    if name == "block_hidden_alone":  # a load leaves the repetition out, `paceline check` does not
+        assert [result.stage for result in replay_fingerprint(target, drafter, changed).failed] == ["rows"]
+        return
     with pytest.raises((CompatibilityError, CheckpointError)):
-        check_fingerprint(target, drafter, without_hints(stored | {name: poisoned.contiguous()}))
+        check_fingerprint(target, drafter, changed)
 
 
 @pytest.mark.parametrize(("name", "value"), [("tap.1", 0.0), ("context", 0.0), ("block_hidden", 0.0)])
@@ -262,12 +256,17 @@ def test_a_probe_of_three_tokens_is_too_short(target: DenseTarget, drafter: Draf
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_table_shorter_or_longer_than_in_training_is_no_fault(target: DenseTarget, family: DrafterFamily) -> None:
-    """The largest context only sizes the table of positions."""
+def test_a_table_shorter_or_longer_than_in_training_changes_no_number(
+    target: DenseTarget, family: DrafterFamily
+) -> None:
+    """The largest context only sizes the table of positions: no number changes, and only the record can tell."""
     drafter = tiny_drafter(target.contract, family=family)
     stored = record_fingerprint(target, drafter, PROBE)
     for num_positions in (64, 2048):
-        check_fingerprint(target, reread(drafter, max_position_embeddings=num_positions), stored)
+        other = reread(drafter, max_position_embeddings=num_positions)
+        check_fingerprint(target, other, without_hints(stored))
+        with pytest.raises(CompatibilityError, match=f"max_position_embeddings 512, the config says {num_positions}"):
+            check_fingerprint(target, other, stored)
 
 
 def test_it_is_small(target: DenseTarget, stored: dict[str, Tensor]) -> None:
@@ -302,3 +301,42 @@ def test_a_drafter_quantised_since_passes_if_it_says_so(target: DenseTarget, fam
     with pytest.raises(CompatibilityError):
         other = tiny_drafter(target.contract, seed=3, family=family)
         check_fingerprint(target, reread(other, quantization="nvfp4"), stored)
+
+
+def test_a_mark_of_a_conversion_counts_as_what_the_config_said_before(target: DenseTarget) -> None:
+    """A converted drafter is no longer quantised, but its weights were rounded after the fingerprint was recorded."""
+    whole = tiny_drafter(target.contract)
+    stored = record_fingerprint(target, whole, PROBE)
+    coarse = reread(whole)
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in list(coarse.named_parameters()):
+        if parameter.dim() == 2 and ".layers." in f".{name}":
+            noise = torch.randn(parameter.shape, generator=generator) * parameter.std() * 0.04
+            changed = torch.nn.Parameter(parameter + noise, requires_grad=False)
+            coarse.get_submodule(name.rpartition(".")[0]).weight = changed
+    with pytest.raises(CompatibilityError, match="its weights begin to differ"):
+        check_fingerprint(target, coarse, stored)
+    mark = torch.tensor(list(b"nvfp4"), dtype=torch.uint8)
+    check_fingerprint(target, coarse, stored | {"dequantized_from": mark})
+    with pytest.raises(CheckpointError, match="expected bytes"):
+        check_fingerprint(target, coarse, stored | {"dequantized_from": mark.float()})
+
+
+def test_few_rows_are_enough_where_they_leave_no_doubt(
+    target: DenseTarget, drafter: Drafter, stored: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load reads the rest of the probe only if the first compared rows are not plainly right."""
+    lengths: list[int] = []
+    forward = type(target).forward
+
+    def counted(self: DenseTarget, token_ids: Tensor, *arguments: Any) -> Tensor:
+        lengths.append(token_ids.shape[1])
+        return forward(self, token_ids, *arguments)
+
+    monkeypatch.setattr(DenseTarget, "forward", counted)
+    check_fingerprint(target, drafter, stored)
+    first = len(PROBE) - 1 - 16
+    assert lengths == [first + 1]
+    with pytest.raises(CompatibilityError, match="matches layer 0"):
+        check_fingerprint(target, reread(drafter, target_layer_ids=(-1, 1, 2)), stored)
+    assert lengths[1:3] == [first + 1, first + 16]

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.tiny import tiny_drafter, tiny_prompts, tiny_target, wrap_target
 from tests.tiny_run import write_drafter, write_target_folder, write_tokenizer
+from tests.unit.models.probing import PROBE, old_format
 from torch import Tensor
 
 from paceline.checkpoint.contract import RopeSettings, TargetLayerId
@@ -106,6 +107,7 @@ def change_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) 
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +202,8 @@ def test_a_drafter_loads_in_the_targets_precision(tmp_path: Path, target: Loaded
     ("change", "text"),
     [
         (lambda t: t.pop("fc_norm.1.weight"), "1 missing tensors: fc_norm.1.weight"),
-        (lambda t: t.update({"lm_head.weight": torch.zeros(2)}), "1 unused tensors: lm_head.weight"),
+        (lambda t: t.update({"extra.weight": torch.zeros(2)}), "1 unused tensors: extra.weight"),
+        (lambda t: t.update({"lm_head.weight": torch.zeros(2)}), r"lm_head.weight is \[2\], expected \[512, 64\]"),
         (lambda t: t.update({"fc.weight": torch.zeros(64, 128)}), r"fc.weight is \[64, 128\], expected \[64, 192\]"),
     ],
 )
@@ -295,3 +298,57 @@ def test_the_drafters_own_rope_reaches_its_table(tmp_path: Path, target: LoadedT
     wanted = tiny_drafter(target.contract, rope=RopeSettings(theta=500.0)).backbone.position_table
     assert torch.equal(loaded.model.backbone.position_table, wanted)
     assert not torch.equal(wanted, tiny_drafter(target.contract).backbone.position_table)
+
+
+def edit_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "text"),
+    [
+        ("dflash", lambda c: c.update(rms_norm_eps=1e-6), "rms_norm_eps 1e-05, the config says 1e-06"),
+        (
+            "dflash",
+            lambda c: c["dflash_config"].update(input_embedding_scale=1.03),
+            "input_embedding_scale 1.0, the con",
+        ),
+        (
+            "dflash",
+            lambda c: c["dflash_config"].update(output_multiplier=1.03),
+            "output_multiplier 1.0, the config says",
+        ),
+        ("dflash", lambda c: c.update(max_position_embeddings=500), "max_position_embeddings 512, the config says 500"),
+        (
+            "dflash",
+            lambda c: c.update(layer_types=["sliding_attention"] * 2, sliding_window=4096, use_sliding_window=True),
+            r"layer_windows \[None, None\], the config says \[4096, 4096\]",
+        ),
+        ("dflash", lambda c: c["dflash_config"].update(final_logit_softcapping=1e4), "final_logit_softcapping None"),
+        ("dflash2", lambda c: c["dflash_config"].update(selector_top_k=7), "selector.top_k 6, the config says 7"),
+    ],
+)
+def test_a_field_that_no_number_shows_is_held_against_the_record(
+    tmp_path: Path, target: LoadedTarget, family: Any, change: Callable[[dict[str, Any]], object], text: str
+) -> None:
+    folder = write_drafter(tmp_path / "d", target, family=family)
+    load_drafter(str(folder), target)
+    edit_config(folder, change)
+    with pytest.raises(CompatibilityError, match=text) as caught:
+        load_drafter(str(folder), target)
+    assert str(folder / "config.json") in str(caught.value)
+    assert caught.value.hint is not None and "config" in caught.value.hint
+
+
+def test_a_fingerprint_of_format_1_warns_of_what_it_does_not_cover(
+    tmp_path: Path, target: LoadedTarget, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_drafter(tmp_path / "d", target)
+    drafter = load_drafter(str(folder), target).model
+    old = {name: tensor.contiguous() for name, tensor in old_format(target.model, drafter, PROBE).items()}
+    save_file(old, folder / "fingerprint.safetensors")
+    with caplog.at_level(logging.WARNING, logger=loading.__name__):
+        load_drafter(str(folder), target)
+    assert "format 1" in caplog.text and "RoPE, mask row" in caplog.text and "paceline check" in caplog.text

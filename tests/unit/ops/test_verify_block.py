@@ -90,6 +90,32 @@ def test_worked_point_mass(draft: int, residual: tuple[float, ...]) -> None:
     assert normalised(one_hot_residual(P.log(), torch.tensor([draft]))) == pytest.approx(residual)
 
 
+def test_worked_q_on_two_of_four_tokens() -> None:
+    """p on four tokens, q on tokens 0 and 2 alone; the second of them drafted, and then both as often as q says."""
+    p, q = torch.tensor([[0.5, 0.2, 0.2, 0.1]]), torch.tensor([[0.25, 0.75]])
+    candidates = torch.tensor([[0, 2]])
+    uniforms = (torch.arange(30_000) + 0.5) / 30_000
+    share = accepts_draft(p[0, 2].log(), q[0, 1].log(), uniforms.log()).double().mean().item()
+    assert share == pytest.approx(0.266667, abs=1e-4)
+    residual = normalised(candidate_residual(p.log(), candidates, q.log()))
+    assert residual == pytest.approx([0.454545, 0.363636, 0, 0.181818], abs=1e-6)
+
+    num_requests = 100_000
+    drafts = torch.where(torch.arange(num_requests) % 4 == 0, 0, 2)
+    found = verify(
+        drafts.unsqueeze(1).tolist(),
+        p.log().expand(num_requests, 2, 4),
+        seed=list(range(num_requests)),
+        candidate_ids_BKC=candidates.expand(num_requests, 1, 2),
+        log_q_BKC=q.log().expand(num_requests, 1, 2),
+    )
+    is_kept = found.accepted_B == 1
+    assert is_kept[drafts == 2].double().mean().item() == pytest.approx(0.266667, abs=0.007)
+    assert is_kept.double().mean().item() == pytest.approx(0.45, abs=0.007)
+    emitted = torch.where(is_kept, drafts, found.bonus_ids_B)
+    assert (emitted.bincount(minlength=4) / num_requests).tolist() == pytest.approx(p[0].tolist(), abs=0.007)
+
+
 @given(data=st.data(), vocab_size=st.integers(2, 6))
 def test_acceptance_and_residual_add_up_to_the_target(data: st.DataObject, vocab_size: int) -> None:
     weights = st.lists(st.integers(0, 9), min_size=vocab_size, max_size=vocab_size).filter(any)

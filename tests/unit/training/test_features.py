@@ -34,6 +34,35 @@ def test_the_hidden_state_gives_the_targets_logits() -> None:
     torch.testing.assert_close(features(TOKENS).hidden_BSD @ features.head_VD.T, logits)
 
 
+@torch.no_grad()
+def test_the_teacher_reads_the_state_after_the_final_norm() -> None:
+    """Report B05: with gains far from 1 the state before the norm gives another distribution."""
+    target = tiny_target()
+    target.norm.weight.uniform_(0.5, 2.0, generator=torch.Generator().manual_seed(3))
+    features = TargetFeatures(target, LAYERS)
+    collector = TapCollector([CaptureId(target.contract.num_layers)])
+    logits = target.logits(target(TOKENS, positions_of(TOKENS), WholeSequence(), collector))
+    head = features.head_VD.T
+    found = (features(TOKENS).hidden_BSD @ head).softmax(-1)
+    assert (found - logits.softmax(-1)).abs().max() < 1e-5
+    unnormed = (collector.collected()[0] @ head).softmax(-1)
+    assert (unnormed - logits.softmax(-1)).abs().max() > 1e-2
+
+
+def test_features_belong_to_their_own_sequence() -> None:
+    """Report B11: one by one, as one batch, again, and in reverse order."""
+    features = TargetFeatures(tiny_target(), LAYERS)
+    generator = torch.Generator().manual_seed(1)
+    texts = [torch.randint(0, 61, (length,), generator=generator) for length in (7, 33, 64, 5, 120)]
+    alone = [[*found.taps, found.hidden_BSD] for found in (features(text.unsqueeze(0)) for text in texts)]
+    for order in ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [4, 3, 2, 1, 0]):
+        batch = torch.nn.utils.rnn.pad_sequence([texts[index] for index in order], batch_first=True)
+        found = features(batch)
+        for row, index in enumerate(order):
+            for together, single in zip([*found.taps, found.hidden_BSD], alone[index], strict=True):
+                assert (together[row, : len(texts[index])] - single[0]).abs().max() < 1e-5
+
+
 def test_padding_on_the_right_changes_nothing_before_it() -> None:
     features = TargetFeatures(tiny_target(), LAYERS)
     padded = features(TOKENS)

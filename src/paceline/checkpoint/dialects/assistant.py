@@ -153,5 +153,9 @@ def write(contract: DrafterContract) -> dict[str, Any]:
         "target_layer_ids": list(contract.target_layer_ids),
         "mask_token_id": contract.mask_token_id,
         "block_size": contract.block_size,
+        # the class's own defaults are ids of one public vocabulary, and warned of where they lie outside of this one
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
         **write_own(contract),
     }

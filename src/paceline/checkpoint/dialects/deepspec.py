@@ -96,6 +96,11 @@ _FLAT = DECODER_KEYS | {
     "is_causal",
     OWN_KEY,
 }
+# in the flat form they could only be the target's; DeepSpec's drafters are never causal and have no sinks
+_NATIVE_ATTENTION: Mapping[str, tuple[object, ...]] = {
+    "is_causal": (False, None),
+    "add_swa_attention_sink_bias": (False, None),
+}
 _DSPARK_NAMES = frozenset(name for names in DSPARK_SPELLINGS.values() for name in names)
 
 
@@ -111,13 +116,13 @@ def read_dspark(config: Mapping[str, Any], origin: str, names: Collection[str]) 
     Source: DeepSpec's and vLLM's readers of `Qwen3DSparkModel`.
     """
     top, inner = ConfigReader(config, origin), nested(config, "dflash_config", ConfigReader(config, origin))
-    is_native = inner.name in config
+    is_native = config.get(inner.name) is not None
     check_keys(
         Place("", config),
         top,
         kind=f"DSpark ({DSPARK})",
-        read=_FLAT | _DSPARK_NAMES | {"dflash_config", "add_swa_attention_sink_bias"},
-        neutral=NEUTRAL_OF_DRAFTERS,
+        read=_FLAT | _DSPARK_NAMES | {"dflash_config", *_NATIVE_ATTENTION},
+        neutral={**NEUTRAL_OF_DRAFTERS, **({} if is_native else _NATIVE_ATTENTION)},
         inert=INERT_OF_DRAFTERS | TRAINING_KEYS,
     )
     check_keys(inner, top, kind=f"DSpark ({DSPARK})", read=_DSPARK_NAMES | {*ATTENTION_FIELDS, *OWN_FIELDS})

@@ -13,7 +13,16 @@ from paceline.checkpoint.contract import (
     MarkovKind,
     MarkovSettings,
 )
-from paceline.checkpoint.dialects.keys import UNSTATED, Place, check_keys, contradiction, lift, nested, same_names
+from paceline.checkpoint.dialects.keys import (
+    UNSTATED,
+    Place,
+    check_keys,
+    contradiction,
+    is_same,
+    lift,
+    nested,
+    same_names,
+)
 from paceline.checkpoint.dialects.tensors import has_module
 from paceline.checkpoint.rope_keys import read_rope, write_rope
 from paceline.checkpoint.target_config import ConfigReader
@@ -31,6 +40,8 @@ _OWN_FIELDS = (
     "num_draft_tokens",
     "mask_token_id",
 )
+_TARGET_SIZES = ("target_vocab_size", "target_num_layers")  # UNSTATED says nothing
+_TIE = "tie_word_embeddings"
 NO_MASK = -1  # EAGLE-3 has no masked rows
 _TRAINED_STEPS = 7  # of DeepSpec's, SpecForge's and TorchSpec's EAGLE-3 trainers; any number may be drafted
 
@@ -123,13 +134,14 @@ def read_own_tables(config: Mapping[str, Any], names: Collection[str], reader: C
     """Which end of the network the folder brings along.
 
     Args:
-        config: object with `has_own_lm_head` and `tie_word_embeddings`, if the layout has them.
+        config: the whole object.
         names: canonical tensor names; empty if the file was not looked at, and then the config decides.
-        reader: for the file in messages.
+        reader: of the same object.
     Returns:
         `has_own_embedding` and `has_own_head`.
     Raises:
-        CheckpointError: the config promises a head that the file does not have, or ties a missing one to the embedding.
+        CheckpointError: the config promises a head that the file does not have, or ties the two ends of which the file
+            has one.
     """
     promised = reader.flag("has_own_lm_head", default=False)
     if not names:
@@ -137,13 +149,39 @@ def read_own_tables(config: Mapping[str, Any], names: Collection[str], reader: C
     has_embedding, has_head = has_module(names, "embed_tokens"), has_module(names, "lm_head")
     if promised and not has_head:
         raise reader.error("has_own_lm_head is true, and the weights have no lm_head")
-    if has_embedding and not has_head and config.get("tie_word_embeddings") is True:
+    # where the file has neither, the target lends both, tied or not as they are there
+    if has_embedding != has_head and says_tied(config, reader):
+        stored, lent = ("an embedding", "lm_head") if has_embedding else ("an lm_head", "embedding")
         raise reader.error(
-            "tie_word_embeddings is true, and the weights have an embedding of their own and no lm_head; "
-            "engines disagree on whether the head is then the drafter's or the target's",
-            hint="storing the trained head as lm_head.weight",
+            f"tie_word_embeddings is true, and the weights have {stored} of their own and no {lent}; "
+            f"engines disagree on whether the {lent} is then the drafter's or the target's",
+            hint=f"storing the trained {lent}, or tie_word_embeddings false if it is the target's",
         )
     return {"has_own_embedding": has_embedding, "has_own_head": has_head}
+
+
+def says_tied(config: Mapping[str, Any], reader: ConfigReader) -> bool:
+    """Whether a config says, at the top level or beside the decoder's fields, that embedding and head are one."""
+    places = (Place("", config), nested(config, "transformer_layer_config", reader))
+    said = [(place.path(_TIE), place.values.get(_TIE)) for place in places]
+    for path, value in said:
+        if value is not None and not isinstance(value, bool):
+            raise reader.error(f"{path} is {value!r}, expected true or false")
+    return any(value for _, value in said)
+
+
+def check_tie(config: Mapping[str, Any], contract: DrafterContract, reader: ConfigReader) -> None:
+    """Refuse a tie of two stored ends that cannot be one; whether equal sizes hold equal numbers, the weights show.
+
+    Raises:
+        CheckpointError: they have different numbers of rows.
+    """
+    has_both = contract.has_own_embedding and contract.has_own_head
+    if has_both and contract.draft_vocab_size != contract.vocab_size and says_tied(config, reader):
+        raise reader.error(
+            f"tie_word_embeddings is true, and the weights have an embedding of {contract.vocab_size} rows and an "
+            f"lm_head of {contract.draft_vocab_size}"
+        )
 
 
 def read_vocabulary(
@@ -221,6 +259,20 @@ def read_own(config: Mapping[str, Any], reader: ConfigReader, *places: Place) ->
     return lift(same_names("draft_sample_method", "target_name", "target_vocab_size"), (own, *places), reader) | {
         key: own.values.get(key) for key in ("target_num_layers", "num_draft_tokens", "mask_token_id")
     }
+
+
+def check_own(config: Mapping[str, Any], contract: DrafterContract, reader: ConfigReader) -> None:
+    """Refuse an addition of ours that its layout has another word for, and that says something else.
+
+    Raises:
+        CheckpointError: names the addition and what the drafter was read as.
+    """
+    own = nested(config, OWN_KEY, reader)
+    for key, value in own.values.items():
+        says_nothing = value is None or (key in _TARGET_SIZES and is_same(value, UNSTATED))
+        found = getattr(contract, key)
+        if not says_nothing and not is_same(value, found):
+            raise contradiction(own.path(key), value, f"{key} by the layout's own fields", found, reader)
 
 
 def write_own(contract: DrafterContract) -> dict[str, Any]:

@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.contract import DrafterContract
+from paceline.checkpoint.dialects.fields import says_tied
 from paceline.checkpoint.dialects.keys import UNSTATED
 from paceline.checkpoint.dialects.table import Dialect, contract_from_config, detect_dialect
+from paceline.checkpoint.dialects.taps import log_taps
 from paceline.checkpoint.dialects.tensors import D2T, T2D, canonical_names, fused_parts, ignored_names
 from paceline.checkpoint.locate import read_json
 from paceline.checkpoint.quantization_config import read_quantization_config
 from paceline.checkpoint.quantized import open_dequantized
 from paceline.checkpoint.sources import RenamedSource, SplitRowsSource
+from paceline.checkpoint.target_config import ConfigReader
 from paceline.checkpoint.weights import INDEX_FILE, SINGLE_FILE, TensorSource, open_safetensors
 from paceline.errors import CheckpointError
 
@@ -27,6 +30,7 @@ CONFIG_FILE = "config.json"
 MASK_FILE = "mask_embedding.pt"
 _WITH_MASK_FILE = ("dflash", "dflash2")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
+_HAND_MADE = 16  # draft ids; a table with fewer may hold no two neighbours
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,9 @@ def read_drafter(folder: Path) -> DrafterFiles:
     source = RenamedSource(apart, canonical_names(apart.names(), apart.origin))
     contract = dataclasses.replace(contract, quantization=scheme)
     mask = read_mask_embedding(folder / MASK_FILE, contract) if contract.has_mask_embedding else None
+    if contract.has_own_embedding and contract.has_own_head and says_tied(config, ConfigReader(config, origin)):
+        _check_tie(source, origin)
+    log_taps(contract, dialect)
     return DrafterFiles(
         folder=folder,
         dialect=dialect,
@@ -134,6 +141,8 @@ def read_draft_to_target(source: TensorSource, contract: DrafterContract) -> Ten
     table = torch.arange(contract.draft_vocab_size) + offsets
     if T2D in names:
         _check_against_t2d(table, offsets, source.load(T2D), contract, origin)
+    else:
+        _refuse_absolute(table, offsets, origin)
     if not bool((table[1:] > table[:-1]).all()) or int(table[0]) < 0 or int(table[-1]) >= contract.target_vocab_size:
         raise CheckpointError(
             f"d2t read as offsets gives target ids {_shown(table)}, which do not ascend inside the target's "
@@ -204,6 +213,18 @@ def _with_side_files(contract: DrafterContract, config: Mapping[str, Any], folde
     return dataclasses.replace(contract, has_mask_embedding=True)
 
 
+def _check_tie(source: TensorSource, origin: str) -> None:
+    """Refuse a head that is said to be the embedding and holds other numbers; engines differ in which they take."""
+    embedding, head = source.load("embed_tokens.weight"), source.load("lm_head.weight")
+    if not torch.equal(embedding, head):
+        raise CheckpointError(
+            f"tie_word_embeddings is true, and the weights have an embedding {list(embedding.shape)} and an lm_head "
+            f"{list(head.shape)} that is not equal to it",
+            origin={"config": origin, "weights": source.origin},
+            hint="tie_word_embeddings false, if the drafter was trained with this lm_head",
+        )
+
+
 def _check_against_t2d(
     table: Tensor, offsets: Tensor, t2d: Tensor, contract: DrafterContract, origin: Mapping[str, object]
 ) -> None:
@@ -223,6 +244,23 @@ def _check_against_t2d(
         f"d2t gives the target ids {_shown(table)}, and t2d marks {drafted.numel()} ids, {_shown(drafted)}",
         origin=origin,
     )
+
+
+def _refuse_absolute(table: Tensor, offsets: Tensor, origin: Mapping[str, object]) -> None:
+    """Refuse values that rise at every step where there is no `t2d` to tell what they are.
+
+    Target ids always rise. Offsets stay the same wherever two neighbouring ids are kept, which any vocabulary chosen by
+    frequency does somewhere; only a short table, written by hand, may keep none and still be meant as offsets.
+    """
+    rises = offsets.numel() > 1 and int(offsets[0]) >= 0 and bool((offsets.diff() > 0).all())
+    if rises and (int(offsets[0]) == 0 or offsets.numel() >= _HAND_MADE):
+        raise CheckpointError(
+            f"d2t looks absolute: its values {_shown(offsets)} rise at every step, as target ids do and offsets do "
+            f"not. Read as target ids they are {_shown(offsets)}, read as offsets they give {_shown(table)}",
+            origin=origin,
+            hint="storing d2t - arange(draft_vocab_size) if these are target ids; if they are offsets after all, a t2d "
+            "beside them that marks the same ids",
+        )
 
 
 def _if_absolute(values: Tensor, target_vocab_size: int) -> str | None:

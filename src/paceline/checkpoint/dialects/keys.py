@@ -196,7 +196,7 @@ def lift(spellings: Mapping[str, Sequence[str]], places: Sequence[Place], reader
             if place.values.get(name) is not None
         ]
         for path, value in found[1:]:
-            if not _is_same(found[0][1], value):
+            if not is_same(found[0][1], value):
                 raise contradiction(found[0][0], found[0][1], path, value, reader)
         lifted[field] = found[0][1] if found else None
     return lifted
@@ -214,9 +214,10 @@ def same_names(*fields: str) -> dict[str, tuple[str, ...]]:
     return {field: (field,) for field in fields}
 
 
-def _is_same(a: object, b: object) -> bool:
+def is_same(a: object, b: object) -> bool:
+    """Whether two values of a config say the same; true is not 1."""
     return a == b and isinstance(a, bool) == isinstance(b, bool)
 
 
 def _is_one_of(value: object, allowed: tuple[object, ...]) -> bool:
-    return any(_is_same(value, one) for one in allowed)
+    return any(is_same(value, one) for one in allowed)

@@ -34,7 +34,7 @@ def resolve_layer_attention(
     Returns:
         (window per layer or None for all tokens, causality per layer).
     Raises:
-        CheckpointError: a sliding layer has no window, or a value is malformed.
+        CheckpointError: a sliding layer has no window, a window has no layer, or a value is malformed.
     Source: the resolver of vLLM for DFlash drafters, the most permissive of those in use.
     """
     types = list(layer_types or ())
@@ -49,6 +49,12 @@ def resolve_layer_attention(
     else:
         sliding = [kind == SLIDING for kind in types]
     window = None
+    stated = dflash_config.get("swa_window_size")
+    if stated is not None and not any(sliding) and dflash_config.get("use_swa") is not False:
+        raise CheckpointError(
+            f"dflash_config.swa_window_size is {stated!r}, and no layer slides",
+            hint="use_swa true or sliding layer_types if the drafter was trained with a window; use_swa false if not",
+        )
     if any(sliding):
         has_own_window = "swa_window_size" in dflash_config
         window = dflash_config["swa_window_size"] if has_own_window else sliding_window

@@ -117,8 +117,8 @@ def read(config: Mapping[str, Any], origin: str, names: Collection[str]) -> Draf
         layer_place,
         top,
         kind=f"{method} in the speculators layout",
-        read=DECODER_KEYS,
-        neutral={**NEUTRAL_OF_DRAFTERS, "is_causal": (False, True, None)},
+        read=(DECODER_KEYS - {"architectures", "quantization_config"}) | {"is_causal"},
+        neutral={**NEUTRAL_OF_DRAFTERS, "quantization_config": (None,)},  # the one at the top level counts
         inert=INERT_OF_DRAFTERS | {"architectures"},
     )
     layer_config = layer_place.values
@@ -128,6 +128,8 @@ def read(config: Mapping[str, Any], origin: str, names: Collection[str]) -> Draf
     decoder, vocab_size = read_decoder(layer_config, origin), layer.whole("vocab_size")
     depth = own.whole("target_num_layers", default=UNSTATED, minimum=UNSTATED)
     name, num_proposed = _read_method(config, method, top, origin)
+    if name and own.text("target_name", default="") not in ("", name):
+        raise contradiction("verifier.name_or_path", name, f"{OWN_KEY}.target_name", own.text("target_name"), top)
     common: dict[str, Any] = {
         "family": _FAMILIES[method],
         "origin": origin,
@@ -146,7 +148,7 @@ def read(config: Mapping[str, Any], origin: str, names: Collection[str]) -> Draf
             vocab_size,
             full_because="a DFlash2 selector" if method == "dflash2" else None,
         ),
-        **read_own_tables({}, names, top),
+        **read_own_tables(config, names, top),
     }
     if method == "eagle3":
         contract = DrafterContract(
@@ -162,6 +164,7 @@ def read(config: Mapping[str, Any], origin: str, names: Collection[str]) -> Draf
                 contract.num_draft_tokens,
                 top,
             )
+    _check_is_causal(layer_config.get("is_causal"), contract, top)
     return contract
 
 
@@ -313,6 +316,13 @@ def _read_block(
         "confidence": read_confidence(config, top, markov, enabled_default=True) if method == "dspark" else None,
         **(read_dflash2(top, decoder["hidden_size"], vocab_size) if method == "dflash2" else {}),
     }
+
+
+def _check_is_causal(value: object, contract: DrafterContract, top: ConfigReader) -> None:
+    """Speculators never reads it; where it is stated all the same it must say what the layers are."""
+    if value is not None and any(value is not causal for causal in contract.layer_causal):
+        causal = list(contract.layer_causal)
+        raise contradiction(f"{_LAYER}.is_causal", value, "layer by layer, by the layout's own fields, it", causal, top)
 
 
 def _read_eagle3(

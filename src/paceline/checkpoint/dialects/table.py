@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from paceline.checkpoint.contract import DrafterContract
 from paceline.checkpoint.dialects import assistant, deepspec, eagle3, kimi, specforge, speculators, torchspec, zlab
-from paceline.checkpoint.dialects.taps import log_taps
+from paceline.checkpoint.dialects.fields import check_own, check_tie
 from paceline.checkpoint.dialects.tensors import canonical_names, check_tensors, file_name, has_module
 from paceline.checkpoint.names import drafter_slots
 from paceline.checkpoint.target_config import ConfigReader
@@ -148,7 +148,8 @@ def contract_from_config(config: Mapping[str, Any], origin: str, tensor_names: I
         check_tensors(contract, names)
     if form.dialect == "zlab" and contract.eagle3 is not None and contract.eagle3.norm_output:
         _refuse_midlayer(stored, reader)
-    log_taps(contract, form.dialect)
+    check_own(config, contract, reader)
+    check_tie(config, contract, reader)
     return contract
 
 

@@ -89,4 +89,11 @@ def agree_on_taps(
 def log_taps(contract: DrafterContract, dialect: str) -> None:
     """Say in both numberings what will be tapped."""
     layers, captures = list(contract.target_layer_ids), write_engine_taps(contract)
-    _log.info("%s: %s layout, taps after layers %s (capture ids %s)", contract.origin, dialect, layers, captures)
+    _log.info(
+        "%s: %s layout, taps after layers %s (capture ids %s), stream %s",
+        contract.origin,
+        dialect,
+        layers,
+        captures,
+        contract.aux_hidden_stream,
+    )

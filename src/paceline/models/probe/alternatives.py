@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -62,10 +62,13 @@ def alternatives_of(
     elif stage == "drafts":
         yield from _drafts(drafter, stored)
     if changed:
-        fields = ", ".join(changed)
+        names = ", ".join(changed)
         yield Alternative(
-            f"{stage} stage fits with {fields} as when the fingerprint was recorded: "
-            + ", ".join(f"{name} {value!r}" for name, value in changed.items()),
+            f"{stage} stage fits with {names} as when the fingerprint was recorded: "
+            + ", ".join(
+                f"{name} {value!r}, the config says {getattr(drafter.contract, name)!r}"
+                for name, value in changed.items()
+            ),
             "these values in the drafter's config",
             partial(reread, drafter, **changed),
             stored,
@@ -124,7 +127,8 @@ def _keys(drafter: Drafter, stored: Mapping[str, Tensor], changed: Mapping[str, 
         also = f", and with {pairing}" if is_flipped else ""
         yield Alternative(
             f"context keys fit with {_rope_text(rope, contract.rope)}{also}",
-            f"{_rope_fix(rope)} in the drafter's config" + (f', "is_neox_style": {str(flipped).lower()}' * is_flipped),
+            f"{_rope_fix(rope, contract.rope)} in the drafter's config"
+            + (f', "is_neox_style": {str(flipped).lower()}' * is_flipped),
             partial(reread, drafter, rope=rope, is_neox_style=contract.is_neox_style != is_flipped),
             stored,
         )
@@ -301,11 +305,23 @@ def _with_table(drafter: Drafter, table: Tensor) -> Drafter:
 
 
 def _rope_text(rope: RopeSettings, declared: RopeSettings) -> str:
+    if (rope.kind, rope.theta) == (declared.kind, declared.theta):
+        said = ", ".join(repr(getattr(declared, name)) for name in _changed(rope, declared))
+        values = ", ".join(f"{name} {value!r}" for name, value in _changed(rope, declared).items())
+        return f"RoPE of {values}; the config says {said}"
     if rope.kind == declared.kind:
         return f"theta {rope.theta:.10g}: rope_theta is {declared.theta:.10g} in the config"
     said = f"{declared.theta:.10g} and {declared.kind!r}"
     return f"theta {rope.theta:.10g} and RoPE of kind {rope.kind!r}; the config says {said}"
 
 
-def _rope_fix(rope: RopeSettings) -> str:
+def _changed(rope: RopeSettings, declared: RopeSettings) -> dict[str, object]:
+    """Fields that are not as declared."""
+    values = {field.name: getattr(rope, field.name) for field in fields(rope)}
+    return {name: value for name, value in values.items() if value != getattr(declared, name)}
+
+
+def _rope_fix(rope: RopeSettings, declared: RopeSettings) -> str:
+    if (rope.kind, rope.theta) == (declared.kind, declared.theta):
+        return ", ".join(f'"{name}": {value}' for name, value in _changed(rope, declared).items())
     return f'"rope_theta": {rope.theta:.10g}' + (f', rope_type "{rope.kind}"' if rope.kind != "default" else "")

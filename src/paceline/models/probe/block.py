@@ -157,6 +157,8 @@ class BlockProgram:
         lengths = self._here(stored["block_lengths"])
         context = self._here(stored["context"]).expand(2, -1, -1)
         together = self._run_blocks(context, positions, lengths, embeddings, anchors)
+        if "block_hidden" in stored and "block_hidden_alone" not in stored:
+            return {"block_hidden": together}  # left out of a quick replay
         alone = []
         for block, length in enumerate(lengths.tolist()):
             one = slice(block, block + 1)
@@ -188,7 +190,7 @@ class BlockProgram:
     def _logits(self, target: DenseTarget, stored: Mapping[str, Tensor]) -> Tensor:
         """Scores of the stored rows; a drafter exported in 16 bits may meet a target in 32."""
         if self._scored is None or self._scored[0] is not stored:
-            hidden = self._predicted(stored).to(head_dtype(self.drafter.vocabulary, target))
+            hidden = self._predicted(stored).to(head_dtype(self.drafter.vocabulary, target)).contiguous()
             self._scored = stored, self.drafter.logits(hidden, target)
         return self._scored[1]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.errors import PacelineError
 from paceline.models.drafters.table import Drafter
 from paceline.models.probe.alternatives import Alternative, alternatives_of
-from paceline.models.probe.description import read_description, recorded_values
+from paceline.models.probe.description import is_rounded, read_description, recorded_values
 from paceline.models.probe.findings import Finding
 from paceline.models.probe.fits import fit_embeddings, fit_fc_input, fit_logits, fit_values
 from paceline.models.probe.programs import program_of
@@ -117,7 +117,7 @@ def _error(target: DenseTarget, alternative: Alternative, stage: Stage) -> float
     except (PacelineError, ValueError):  # the class does not draft so, or a tensor for it is not there
         return float("inf")
     found = program_of(drafter).run(stage, target, alternative.stored)
-    is_quantised = drafter.contract.quantization is not None
+    is_quantised = is_rounded(drafter.contract, alternative.stored)
     error = compare_stage(stage, found, alternative.stored, is_quantised=is_quantised).error
     return error if error >= 0 else float("inf")
 
@@ -165,4 +165,4 @@ def _agrees_unturned(target: DenseTarget, drafter: Drafter, stored: Mapping[str,
     first = {name: stored[name][:, :1] for name in ("context_key", "context_value")}
     found = program_of(drafter).run("keys", target, stored)
     turned = {name: found[name][:, :1] for name in first}
-    return compare_stage("keys", turned, first, is_quantised=drafter.contract.quantization is not None).is_ok
+    return compare_stage("keys", turned, first, is_quantised=is_rounded(drafter.contract, stored)).is_ok

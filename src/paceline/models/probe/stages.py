@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.models.targets.dense import DenseTarget
 
-Stage = Literal["taps", "fc_input", "context", "keys", "embeddings", "rows", "recycled", "logits", "drafts"]
+Stage = Literal["taps", "fc_input", "context", "keys", "embeddings", "rows", "recycled", "logits", "drafts", "config"]
 TITLES: dict[Stage, str] = {
     "taps": "taps",
     "fc_input": "normed taps",
@@ -26,6 +26,7 @@ TITLES: dict[Stage, str] = {
     "recycled": "rows of the second pass",
     "logits": "draft logits",
     "drafts": "drafts",
+    "config": "recorded config",
 }
 
 NUM_CONTEXT_ROWS = 16

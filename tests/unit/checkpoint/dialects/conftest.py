@@ -66,6 +66,8 @@ def tiny_tensors(name: str) -> dict[str, Tensor]:
     tensors = {
         stored_name(name, slot.name): torch.randn(slot.shape, generator=generator) for slot in drafter_slots(contract)
     }
+    if contract.has_own_embedding and contract.has_own_head and load_golden(name).get("tie_word_embeddings"):
+        tensors["lm_head.weight"] = tensors["embed_tokens.weight"].clone()  # both are the target's, which ties them
     if contract.has_vocabulary_map:
         chosen = (
             torch.randperm(contract.target_vocab_size, generator=generator)[: contract.draft_vocab_size].sort().values

@@ -31,6 +31,29 @@ def test_transformers_reads_what_is_written(tmp_path: Path) -> None:
     assert read.rope_parameters["rope_theta"] == 1000000.0 and read.head_dim == 16
 
 
+def test_transformers_has_nothing_to_warn_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its class has token ids of one public vocabulary as defaults, which lie outside of most others."""
+    from transformers import AutoConfig
+    from transformers.utils import logging
+
+    written = write_drafter_config(full_contract("zlab-dflash"), "assistant")
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+    assert [written[key] for key in ids] == [None] * 3
+    assert contract_from_config(written, "c") == contract_from_config(
+        {key: value for key, value in written.items() if key not in ids}, "c"
+    )
+    logging.enable_propagation()
+    try:
+        for config, num_warnings in ((written, 0), ({k: v for k, v in written.items() if k not in ids}, 1)):
+            caplog.clear()
+            (tmp_path / "config.json").write_text(json.dumps(config))
+            read = AutoConfig.from_pretrained(tmp_path)
+            assert (read.bos_token_id is None) == (num_warnings == 0)
+            assert min(len([r for r in caplog.records if "token_id" in r.getMessage()]), 1) == num_warnings
+    finally:
+        logging.disable_propagation()
+
+
 def test_what_transformers_writes_is_read(tmp_path: Path) -> None:
     from transformers import AutoConfig
 

@@ -99,6 +99,12 @@ def test_confidence_head(changes: dict[str, Any], confidence: ConfidenceSettings
         ({"eagle_config": {}}, "belongs to EAGLE-3"),
         ({"paceline": {"other": 1}}, "paceline.other"),
         ({"rope_theta": "absent"}, "names no rope_theta"),
+        ({"is_causal": True}, "is_causal is True; supported is False or None"),  # of the target, never of the drafter
+        ({"add_swa_attention_sink_bias": True}, "add_swa_attention_sink_bias is True; supported is False or None"),
+        ({"is_causal": True, "dflash_config": None}, "is_causal is True; supported is False or None"),
+        ({"paceline": {"target_num_layers": 35}}, r"paceline\.target_num_layers is 35 and .* is 36"),
+        ({"paceline": {"num_draft_tokens": 6}}, r"paceline\.num_draft_tokens is 6 and .* is 7"),
+        ({"paceline": {"mask_token_id": 5}}, r"paceline\.mask_token_id is 5 and .* is 126"),
     ],
 )
 def test_refusals(changes: dict[str, Any], message: str) -> None:
@@ -131,6 +137,15 @@ def test_the_targets_leftovers_have_no_effect() -> None:
     plain = contract_from_config(config(layer_types="absent", tie_word_embeddings=False), "c")
     assert contract_from_config(config(), "c") == plain
     assert contract_from_config(config(sliding_window=4096, use_sliding_window=False), "c") == plain
+    assert contract_from_config(config(is_causal=False, add_swa_attention_sink_bias=False), "c") == plain
+    assert contract_from_config(config(dflash_config=None, sliding_window=4096), "c") == plain
+
+
+def test_causality_and_sinks_are_the_native_forms_own() -> None:
+    native = load_golden("native-dspark")
+    del native["dflash_config"]["causal"]
+    found = contract_from_config(native | {"is_causal": True, "add_swa_attention_sink_bias": True}, "c")
+    assert found.layer_causal == (True, True) and found.has_attention_sink
 
 
 def test_native_form_is_flat_for_others_and_complete_for_us() -> None:

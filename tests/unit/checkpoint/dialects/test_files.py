@@ -104,6 +104,58 @@ def test_offsets_round_trip_and_absolute_tables_never_pass_beside_t2d(ids: set[i
             read_draft_to_target(Tables(d2t=chosen, t2d=marks(100, sorted(ids))), contract)
 
 
+@pytest.mark.parametrize(
+    ("values", "target_vocab_size"),
+    [
+        (list(range(64)), 128),  # the ids 0 to 63 themselves, which offsets would turn into every second id
+        (list(range(0, 190, 3)), 512),
+        (list(range(5, 37)), 128),
+        (list(range(100, 116)), 256),
+        ([0, 5], 128),
+        (list(range(0, 128, 2)), 512),
+    ],
+)
+def test_an_absolute_table_is_refused_without_t2d_too(
+    make_drafter: Make, values: list[int], target_vocab_size: int
+) -> None:
+    """Report B20: values that rise at every step and from 0, or over a length at which no vocabulary has gaps only."""
+    contract = make_drafter(draft_vocab_size=len(values), target_vocab_size=target_vocab_size)
+    read_as_offsets = [value + index for index, value in enumerate(values)]
+    assert read_as_offsets[-1] < target_vocab_size, "both readings are possible"
+    with pytest.raises(CheckpointError, match="d2t looks absolute") as caught:
+        read_draft_to_target(Tables(d2t=torch.tensor(values)), contract)
+    shown = str(caught.value)
+    for reading in (values, read_as_offsets):
+        assert f"[{', '.join(map(str, reading[:4]))}" in shown
+    assert "storing d2t - arange(draft_vocab_size)" in shown and "t2d" in shown
+    # with t2d to tell, the same values are read as what they are
+    table = read_draft_to_target(
+        Tables(d2t=torch.tensor(values), t2d=marks(target_vocab_size, read_as_offsets)), contract
+    )
+    assert table is not None and table.tolist() == read_as_offsets
+    with pytest.raises(CheckpointError, match="d2t is absolute"):
+        read_draft_to_target(Tables(d2t=torch.tensor(values), t2d=marks(target_vocab_size, values)), contract)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [[3, 10, 11, 500], [2, 5, 7], [0, 1, 2, 3], [0, 1, 9], [7], [*range(20), 40, 300], [*range(0, 60, 2), 61, 62]],
+)
+def test_offsets_without_t2d_are_read(make_drafter: Make, ids: list[int]) -> None:
+    """Short tables written by hand may rise throughout; long ones hold neighbouring ids somewhere."""
+    contract = make_drafter(draft_vocab_size=len(ids), target_vocab_size=512)
+    table = read_draft_to_target(Tables(d2t=torch.tensor(ids) - torch.arange(len(ids))), contract)
+    assert table is not None and table.tolist() == ids
+
+
+def test_report_b20_in_a_folder(golden_folder: GoldenFolder) -> None:
+    tensors = tiny_tensors("specforge-eagle3")
+    tensors["d2t"] = torch.arange(64)
+    del tensors["t2d"]
+    with pytest.raises(CheckpointError, match="d2t looks absolute"):
+        read_drafter(golden_folder("specforge-eagle3", tensors=tensors))
+
+
 def _sized(contract: DrafterContract, draft_vocab_size: int) -> DrafterContract:
     import dataclasses
 
@@ -144,6 +196,37 @@ def test_own_tables_follow_the_file(golden_folder: GoldenFolder) -> None:
     del tensors["lm_head.weight"]
     with pytest.raises(CheckpointError, match="tie_word_embeddings is true"):
         read_drafter(golden_folder("zlab-dflash", config=tied, tensors=tensors))
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [("zlab-dflash", None), ("speculators-dflash2", None), ("speculators-dflash2", "transformer_layer_config")],
+)
+def test_a_tie_must_be_one(golden_folder: GoldenFolder, name: str, place: str | None) -> None:
+    """Said to be one and stored twice with other numbers, or once, is a contradiction; nothing stored is none."""
+    config, tensors = load_golden(name), tiny_tensors(name)
+    (config if place is None else config[place])["tie_word_embeddings"] = True
+    contract = read_drafter(golden_folder(name, config=config, tensors=tensors)).contract
+    assert not contract.has_own_embedding and not contract.has_own_head
+    embedding = torch.randn(128, 32)
+    for stored in ("embed_tokens.weight", "lm_head.weight"):
+        with pytest.raises(CheckpointError, match="tie_word_embeddings is true, and the weights have an"):
+            read_drafter_contract(golden_folder(name, config=config, tensors={**tensors, stored: embedding}))
+    both = {**tensors, "embed_tokens.weight": embedding, "lm_head.weight": embedding.clone()}
+    assert read_drafter(golden_folder(name, config=config, tensors=both)).contract.has_own_head
+    both["lm_head.weight"][3, 4] += 1
+    with pytest.raises(CheckpointError, match=r"an lm_head \[128, 32\] that is not equal"):
+        read_drafter(golden_folder(name, config=config, tensors=both))
+    (config if place is None else config[place])["tie_word_embeddings"] = "yes"
+    with pytest.raises(CheckpointError, match="tie_word_embeddings is 'yes'"):
+        read_drafter(golden_folder(name, config=config, tensors=both))
+
+
+def test_a_tie_cannot_be_one_over_a_reduced_vocabulary(golden_folder: GoldenFolder) -> None:
+    config = load_golden("speculators-eagle3") | {"tie_word_embeddings": True}
+    for read in (read_drafter, read_drafter_contract):
+        with pytest.raises(CheckpointError, match="an embedding of 128 rows and an lm_head of 64"):
+            read(golden_folder("speculators-eagle3", config=config))
 
 
 def test_without_weights_the_config_is_believed(tmp_path: Path) -> None:
@@ -355,6 +438,14 @@ def test_quantised_weights_without_a_config_and_the_reverse(golden_folder: Golde
         for read in (read_drafter, read_drafter_contract):
             with pytest.raises(CheckpointError, match=method):
                 read(golden_folder("zlab-dflash", config=config))
+
+
+def test_quantisation_is_stated_at_the_top_alone(golden_folder: GoldenFolder) -> None:
+    config = load_golden("speculators-dflash")
+    config["transformer_layer_config"]["quantization_config"] = {"quant_method": "fp8"}
+    for read in (read_drafter, read_drafter_contract):
+        with pytest.raises(CheckpointError, match=r"transformer_layer_config\.quantization_config is"):
+            read(golden_folder("speculators-dflash", config=config))
 
 
 def test_copies_of_the_target_are_ignored(golden_folder: GoldenFolder) -> None:

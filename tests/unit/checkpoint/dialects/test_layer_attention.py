@@ -111,3 +111,16 @@ def test_what_the_dialect_cannot_say_is_refused(make_drafter: Callable[..., Draf
         layer_attention_keys(make_drafter(layer_windows=(32, 64)))
     with pytest.raises(CheckpointError, match="follows neither"):
         layer_attention_keys(make_drafter(layer_windows=(64, None), layer_causal=(False, True)))
+
+
+def test_a_window_without_a_layer_is_refused_unless_it_is_switched_off() -> None:
+    for types in ([F, F], []):
+        for nested in ({"swa_window_size": 64}, {"swa_window_size": 64, "use_swa": None}):
+            with pytest.raises(CheckpointError, match=r"swa_window_size is 64, and no layer slides") as caught:
+                resolve_layer_attention(2, layer_types=types, sliding_window=None, dflash_config=nested, is_causal=None)
+            assert "use_swa true" in str(caught.value)
+        for nested in ({"swa_window_size": 64, "use_swa": False}, {"swa_window_size": None}):
+            windows, _ = resolve_layer_attention(
+                2, layer_types=types, sliding_window=None, dflash_config=nested, is_causal=None
+            )
+            assert windows == (None, None)

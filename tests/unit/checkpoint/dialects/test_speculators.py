@@ -134,6 +134,14 @@ def test_last_layer_is_refused_where_the_depth_is_known() -> None:
         ("dflash", ("dflash_config",), {"causal": False}, "unknown config key dflash_config"),
         ("dflash", ("paceline",), {"other": 1}, "unknown config key paceline.other"),
         ("dflash", ("transformer_layer_config", "sliding_window"), None, "sliding_window is None"),
+        ("dflash", ("transformer_layer_config", "is_causal"), True, r"is_causal is True and .* is \[True, False\]"),
+        ("eagle3", ("transformer_layer_config", "is_causal"), False, r"is_causal is False and .* is \[True, True\]"),
+        ("dflash", ("transformer_layer_config", "quantization_config"), {"quant_method": "fp8"}, "supported is None"),
+        ("dflash", ("paceline",), {"target_vocab_size": 99}, r"paceline\.target_vocab_size is 99 and .* is 128"),
+        ("dflash", ("paceline",), {"num_draft_tokens": 3}, r"paceline\.num_draft_tokens is 3 and .* is 7"),
+        ("dflash", ("paceline",), {"mask_token_id": 5}, r"paceline\.mask_token_id is 5 and .* is 126"),
+        ("eagle3", ("paceline",), {"num_draft_tokens": 4}, r"paceline\.num_draft_tokens is 4 and .* is 3"),
+        ("dflash", ("paceline",), {"target_name": "a/b"}, r"name_or_path is 'Qwen/Qwen3-8B' and paceline\.target_name"),
     ],
 )
 def test_refusals(method: str, path: tuple[str, ...], value: object, message: str) -> None:

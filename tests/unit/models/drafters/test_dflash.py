@@ -234,6 +234,9 @@ def test_multiplier_comes_before_the_soft_cap() -> None:
     logits = torch.tensor([[-8.0, 0.5, 4.0]])
     drafter = tiny_drafter(output_multiplier=2.0, final_logit_softcapping=5.0)
     torch.testing.assert_close(drafter.vocabulary.transform(logits), 5 * torch.tanh(2 * logits / 5))
+    # worked numbers: a logit of 10 this way round, and the other
+    assert float(drafter.vocabulary.transform(torch.tensor(10.0))) == pytest.approx(4.996646, abs=1e-6)
+    assert 2 * 5 * math.tanh(10 / 5) == pytest.approx(9.640276, abs=1e-6)
     assert torch.equal(tiny_drafter().vocabulary.transform(logits), logits)
 
 
