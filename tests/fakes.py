@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,7 +81,7 @@ def table_target_contract(
 
 
 def table_target(
-    log_p_VV: Tensor, *, tokenizer: object | None = None, max_positions: int = 4096, stop_token_ids: Sequence[int] = ()
+    log_p_VV: Tensor, *, tokenizer: Any = None, max_positions: int = 4096, stop_token_ids: Sequence[int] = ()
 ) -> LoadedTarget:
     """A target whose logits after token v are row v of a table.
 
@@ -99,16 +100,16 @@ def table_target(
         model.embed_tokens.weight.copy_(torch.eye(vocab_size))
         model.lm_head.weight.copy_(log_p_VV.T / vocab_size**0.5)  # the final norm makes a one-hot row sqrt(V) long
     set_linear_mode(model, "plain")
-    return LoadedTarget(model, contract, tokenizer or ByteTokenizer(), "plain")  # type: ignore[arg-type]
+    return LoadedTarget(model, contract, tokenizer or ByteTokenizer(), "plain")
 
 
-def scripted_target(script: Sequence[int], *, vocab_size: int, **options: object) -> LoadedTarget:
+def scripted_target(script: Sequence[int], *, vocab_size: int, **options: Any) -> LoadedTarget:
     """A table target that, greedily, says `script` after token script[0]; its tokens have to be distinct."""
     assert len(set(script)) == len(script), "the next token depends on the last alone"
     table = torch.zeros(vocab_size, vocab_size)
     for before, after in itertools.pairwise(script):
         table[before, after] = 10.0
-    return table_target(table, **options)  # type: ignore[arg-type]
+    return table_target(table, **options)
 
 
 @dataclass(frozen=True)

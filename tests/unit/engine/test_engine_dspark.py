@@ -68,7 +68,7 @@ def test_served_drafts_equal_direct_ones_in_both_forms_of_attention(name: str) -
         assert count_equal_drafts(target.model, drafter, texts[0], [(13, block)]) < num_drafts
 
 
-def test_block_size_7_drafts_7_tokens_and_verifies_8_rows() -> None:
+def test_block_size_7_drafts_7_tokens_and_verifies_8_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """B08."""
     target, drafter = loaded(drafter_family="dspark", block_size=7, rms_norm_eps=1e-5)
     engine = Engine(target, drafter)
@@ -81,7 +81,7 @@ def test_block_size_7_drafts_7_tokens_and_verifies_8_rows() -> None:
             num_rows.add(rows.num_rows)
             write(rows, taps, positions_BT)
 
-        inner.write_context = noted  # type: ignore[method-assign]
+        monkeypatch.setattr(inner, "write_context", noted)
         return inner
 
     engine.wrap_proposer(watch)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch
 from tests.unit.models.conftest import drafter_contract
 
+from paceline.checkpoint.contract import DraftSampleMethod
 from paceline.models.drafters.draw import draw_rows
 from paceline.models.drafters.proposal import DraftSampling
 from paceline.models.drafters.vocabulary import DraftVocabulary
 
 
-def make_sampling(method: str, temperatures: list[float]) -> DraftSampling:
+def make_sampling(method: DraftSampleMethod, temperatures: list[float]) -> DraftSampling:
     count = len(temperatures)
     zeros = torch.zeros(count, dtype=torch.long)
-    return DraftSampling(method, torch.tensor(temperatures), torch.arange(count), zeros + 30, zeros)  # type: ignore[arg-type]
+    return DraftSampling(method, torch.tensor(temperatures), torch.arange(count), zeros + 30, zeros)
 
 
 def test_columns_may_stand_for_some_draft_ids() -> None:

@@ -24,7 +24,14 @@ from tests.unit.models.drafters.test_heads import BIAS_AFTER, W1, W2, slow_recur
 from torch import Tensor
 
 import paceline.models.drafters.dspark as dspark_module
-from paceline.checkpoint.contract import ConfidenceSettings, DrafterContract, LatentAttentionSettings, MarkovSettings
+from paceline.checkpoint.contract import (
+    ConfidenceSettings,
+    DrafterContract,
+    DraftSampleMethod,
+    LatentAttentionSettings,
+    MarkovKind,
+    MarkovSettings,
+)
 from paceline.checkpoint.names import drafter_slots
 from paceline.errors import CheckpointError
 from paceline.models.drafters.dflash import DFlashDrafter
@@ -39,8 +46,8 @@ LATENT = LatentAttentionSettings(
 )
 
 
-def dspark_contract(*, kind: str = "vanilla", rank: int = 6, **changes: Any) -> DrafterContract:
-    markov = MarkovSettings(rank, kind) if rank else None  # type: ignore[arg-type]
+def dspark_contract(*, kind: MarkovKind = "vanilla", rank: int = 6, **changes: Any) -> DrafterContract:
+    markov = MarkovSettings(rank, kind) if rank else None
     defaults: dict[str, Any] = {"family": "dspark", "layout": "anchor_sampling", "markov": markov}
     return drafter_contract(**(defaults | changes))
 
@@ -52,11 +59,16 @@ def dspark(seed: int = 1, **changes: Any) -> DSparkDrafter:
 
 
 def sampling_of(
-    count: int, *, method: str = "greedy", temperature: float = 1.0, seeds: Tensor | None = None, position: int = 30
+    count: int,
+    *,
+    method: DraftSampleMethod = "greedy",
+    temperature: float = 1.0,
+    seeds: Tensor | None = None,
+    position: int = 30,
 ) -> DraftSampling:
     zeros = torch.zeros(count, dtype=torch.long)
     seeds = torch.arange(count) * 7919 + 13 if seeds is None else seeds
-    return DraftSampling(method, torch.full((count,), temperature), seeds, zeros + position, zeros)  # type: ignore[arg-type]
+    return DraftSampling(method, torch.full((count,), temperature), seeds, zeros + position, zeros)
 
 
 # --- the worked example ---

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.contract import MarkovSettings
+from paceline.checkpoint.contract import MarkovKind, MarkovSettings
 from paceline.models.drafters.heads import ConfidenceHead, MarkovHead, kept_by_confidence
 from paceline.models.layers import set_linear_mode
 
@@ -24,17 +24,17 @@ def close(found: Tensor, expected: Any, tolerance: float = 1e-6) -> None:
 
 
 @torch.no_grad()
-def worked_head(kind: str) -> MarkovHead:
-    head = MarkovHead(MarkovSettings(2, kind), hidden_size=2, target_vocab_size=4, draft_vocab_size=4)  # type: ignore[arg-type]
+def worked_head(kind: MarkovKind) -> MarkovHead:
+    head = MarkovHead(MarkovSettings(2, kind), hidden_size=2, target_vocab_size=4, draft_vocab_size=4)
     head.markov_w1.weight.copy_(torch.tensor(W1))
     head.markov_w2.weight.copy_(torch.tensor(W2))
     return head
 
 
-def random_head(kind: str, *, rank: int = 5, width: int = 7, num_ids: int = 11) -> MarkovHead:
+def random_head(kind: MarkovKind, *, rank: int = 5, width: int = 7, num_ids: int = 11) -> MarkovHead:
     head = MarkovHead(
         MarkovSettings(rank, kind), hidden_size=width, target_vocab_size=num_ids, draft_vocab_size=num_ids
-    )  # type: ignore[arg-type]
+    )
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.normal_()
