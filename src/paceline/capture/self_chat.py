@@ -3,8 +3,6 @@
 All rows of a batch open with the same template text and advance one token a step in lockstep, so positions are equal
 across the batch, no row is padded and attention needs no mask. Rows whose user turn has ended take the template's
 closing tokens one by one; rows whose answer has ended run along idle until the batch is done.
-
-B rows, S tokens, N query heads, M key/value heads, H head size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,11 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.capture.lockstep import Lockstep, draw_tokens
 from paceline.capture.token_file import Conversation
 from paceline.errors import CompatibilityError
 from paceline.models.loading import LoadedTarget
 from paceline.models.targets.dense import DenseTarget
-from paceline.ops.attention import attention
 
 _log = logging.getLogger(__name__)
 
@@ -49,26 +47,6 @@ class SelfChatSettings:
     greedy_share: float = 0.75
     temperature: float = 0.8
     seed: int = 0
-
-
-class _Lockstep:
-    """Keys and values of a batch whose rows are all equally long."""
-
-    def __init__(self, target: DenseTarget, batch_size: int, length: int) -> None:
-        contract, weight = target.contract, target.norm.weight
-        shape = (contract.num_layers, 2, batch_size, contract.num_kv_heads, length, contract.head_size)
-        self._cache = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
-        self.length = 0
-
-    def __call__(self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor) -> Tensor:
-        end = self.length + q_BTNH.shape[1]
-        k, v = self._cache[layer]
-        k[:, :, self.length : end] = k_BTMH.transpose(1, 2)
-        v[:, :, self.length : end] = v_BTMH.transpose(1, 2)
-        visible = None
-        if q_BTNH.shape[1] > 1:
-            visible = torch.ones(q_BTNH.shape[1], end, dtype=torch.bool, device=k.device).tril(self.length)
-        return attention(q_BTNH.transpose(1, 2), k[:, :, :end], v[:, :, :end], visible=visible).transpose(1, 2)
 
 
 def generate_self_chat(target: LoadedTarget, settings: SelfChatSettings) -> Iterator[Conversation]:
@@ -141,7 +119,7 @@ def _one_batch(
 ) -> list[Conversation]:
     device = model.norm.weight.device
     length = len(opening) + settings.max_user_tokens + len(closing) + settings.max_answer_tokens
-    cache = _Lockstep(model, size, length)
+    cache = Lockstep(model, size, length)
     end_of_turn = closing[0]
     ids = torch.full((size, length + 1), end_of_turn, dtype=torch.int64, device=device)
     ids[:, : len(opening)] = torch.tensor(opening, device=device)
@@ -157,7 +135,7 @@ def _one_batch(
     for position in range(len(opening), length):
         logits = model.logits(hidden[:, -1])
         temperature = torch.where(phase == _USER, 1.0, settings.temperature)
-        drawn = _draw(logits, temperature, generator)
+        drawn = draw_tokens(logits, temperature, generator)
         chosen = torch.where(is_greedy & (phase == _ANSWER), logits.argmax(-1), drawn)
         chosen = torch.where(phase == _TEMPLATE, forced[forced_index], chosen)
         chosen = torch.where(phase == _DONE, end_of_turn, chosen)
@@ -195,10 +173,3 @@ def _collect(
         if is_done and shortest_prompt < start < end:
             conversations.append(Conversation(row[:start], row[start:end]))
     return conversations
-
-
-def _draw(logits_BV: Tensor, temperature_B: Tensor, generator: torch.Generator) -> Tensor:
-    """One id per row from softmax(logits / T), by the largest of p / Exponential(1)."""
-    p_BV = (logits_BV.float() / temperature_B[:, None]).softmax(-1)
-    noise_BV = torch.empty_like(p_BV).exponential_(generator=generator)
-    return (p_BV / noise_BV.clamp_(min=1e-30)).argmax(-1)
