@@ -136,6 +136,7 @@ class TableProposer:
         contract: of any DFlash drafter; only its drawing code is used.
         method: "greedy" or "probabilistic".
         corrupt: changes a proposal before it is stored; for planted faults.
+        is_coupled: draw with the target's own noise.
     """
 
     max_positions = 2**31
@@ -150,8 +151,10 @@ class TableProposer:
         *,
         method: DraftSampleMethod,
         corrupt: Callable[[Proposal], Proposal] | None = None,
+        is_coupled: bool = False,
     ) -> None:
         self.name = f"table/{method}"
+        self._is_coupled = is_coupled
         self._logits_VKV, self._method, self._corrupt = logits_VKV, method, corrupt
         self._drafter = DFlashDrafter(contract)
         self.num_draft_tokens = logits_VKV.shape[1]
@@ -163,8 +166,8 @@ class TableProposer:
     def settle(self, rows: Rows, token_ids_BT: Tensor, ends_B: Tensor, next_ids_B: Tensor) -> None:
         """Nothing depends on it."""
 
-    def propose(self, rows: Rows, state: SlotState, *, all_greedy: bool) -> Proposal:
-        """Draw K drafts per request."""
+    def propose(self, rows: Rows, state: SlotState, *, all_greedy: bool, num_drafts: int | None = None) -> Proposal:
+        """Draw K drafts per request, or the first `num_drafts` of them."""
         settings = state.sampling_rows(rows.slots_B)
         anchors_B = state.anchors[rows.slots_B].clamp(min=0)
         sampling = DraftSampling(
@@ -173,7 +176,8 @@ class TableProposer:
             seed_B=settings.seed_B,
             position_B=state.lengths[rows.slots_B],
             step_B=state.steps[rows.slots_B],
+            is_coupled=self._is_coupled,
         )
-        logits_BKV = self._logits_VKV[anchors_B]
+        logits_BKV = self._logits_VKV[anchors_B, :num_drafts]
         proposal = self._drafter.propose(logits_BKV[..., :0], logits_BKV, anchors_B, sampling)
         return self._corrupt(proposal) if self._corrupt is not None else proposal

@@ -25,6 +25,15 @@ EXIT_CHECK_SAYS_NO = 3
 EXIT_INTERRUPTED = 130
 
 
+def shown(value: object) -> str:
+    """A caller's value as a message shows it: at most 200 characters, and never an error of its own."""
+    try:
+        text = repr(value)
+    except Exception as error:  # an integer of thousands of digits, or anything else that cannot show itself
+        return f"a value of type {type(value).__name__} that cannot be shown ({type(error).__name__})"
+    return text if len(text) <= 200 else text[:190] + " and so on"
+
+
 class PacelineError(Exception):
     """A mistake that its reader can mend: what disagrees, where it came from, what to try.
 

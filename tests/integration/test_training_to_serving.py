@@ -7,6 +7,7 @@ length 1.02) and issue 470 (blocks that see states behind their anchor: excellen
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,20 @@ def cyclic_rows(count: int, length: int) -> list[list[int]]:
     return [[(first + index) % CYCLE for index in range(length)] for first in range(count)]
 
 
-def train_on_the_cycle(folder: Path, target: LoadedTarget, num_steps: int) -> Path:
+FAMILIES: dict[str, dict[str, Any]] = {
+    "dflash": {"drafter_mask_token_id": MASK},
+    "dspark": {
+        "drafter_mask_token_id": MASK,
+        "drafter_family": "dspark",
+        "drafter_layout": "anchor_sampling",
+        "drafter_block_size": 3,
+        "drafter_markov_rank": 16,
+    },
+    "eagle3": {"drafter_mask_token_id": None, "drafter_family": "eagle3"},
+}
+
+
+def train_on_the_cycle(folder: Path, target: LoadedTarget, num_steps: int, family: str) -> Path:
     rows = cyclic_rows(CYCLE + 8, LENGTH)  # the last 8, held out, repeat the first: this is no test of generalisation
     data = write_token_file(folder / "cycle.npz", rows, num_prompt_tokens=4)
     run = tiny_settings(
@@ -77,7 +91,6 @@ def train_on_the_cycle(folder: Path, target: LoadedTarget, num_steps: int) -> Pa
         data,
         drafter_intermediate_size=64,
         drafter_target_layer_ids=[0, 1],
-        drafter_mask_token_id=MASK,
         data_max_length=LENGTH,
         data_hold_out=8,
         schedule_num_steps=num_steps,
@@ -88,6 +101,7 @@ def train_on_the_cycle(folder: Path, target: LoadedTarget, num_steps: int) -> Pa
         objective_loss="ce",
         evaluate_every=num_steps,
         checkpoint_every=num_steps,
+        **FAMILIES[family],
     )
     outcome = train(run, target)
     assert outcome.drafter is not None
@@ -106,9 +120,10 @@ def served_length(folder: Path, target: LoadedTarget) -> float:
     return AcceptanceSummary.from_steps(records).acceptance_length
 
 
-def test_a_cycle_is_learnt_and_served_in_full(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cycle_is_learnt_and_served_in_full(tmp_path: Path, family: str) -> None:
     target = cyclic_target()
-    folder = train_on_the_cycle(tmp_path, target, 300)
+    folder = train_on_the_cycle(tmp_path, target, 300 if family == "dflash" else 200, family)
     length = served_length(folder, target)
     assert length >= LEARNT
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -116,16 +131,19 @@ def test_a_cycle_is_learnt_and_served_in_full(tmp_path: Path) -> None:
     assert simulated == pytest.approx(length, rel=0.03), "simulation and serving tell the same story"
 
 
-def test_labels_one_position_off_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_labels_one_position_off_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     """The planted fault: row k learns the token of row k + 1. Training looks as good, serving accepts nothing."""
     make_blocks = anchor_rules.make_blocks
 
     def shifted(token_ids: Tensor, *arguments: Any) -> anchor_rules.Blocks:
-        return make_blocks(token_ids.roll(-1, dims=1), *arguments)
+        blocks, later = make_blocks(token_ids, *arguments), make_blocks(token_ids.roll(-1, dims=1), *arguments)
+        labels = torch.cat((blocks.labels_BAQ[..., :1], later.labels_BAQ[..., 1:]), dim=-1)
+        return replace(blocks, labels_BAQ=labels)
 
     monkeypatch.setattr("paceline.training.step.make_blocks", shifted)
     target = cyclic_target()
-    folder = train_on_the_cycle(tmp_path, target, 150)
+    folder = train_on_the_cycle(tmp_path, target, 150 if family == "dflash" else 100, family)
     length = served_length(folder, target)
     assert length < 1.1
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -121,8 +121,8 @@ def _read_prompts(path: Path | None, limit: int | None) -> list[Prompt]:
 def _load_target(
     name: str, dtype: str | None, device: str | None, linear_mode: str | None, *, offline: bool
 ) -> LoadedTarget:
+    from paceline.configuration.generation import ModelRun
     from paceline.configuration.load import load_settings
-    from paceline.configuration.run import ModelRun
     from paceline.models.loading import load_target
 
     values = {"model": name, "dtype": dtype, "device": device, "linear_mode": linear_mode}

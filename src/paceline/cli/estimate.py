@@ -54,8 +54,8 @@ def estimate_run(run: TrainRun, *, offline: bool) -> dict[str, object]:
     from paceline.checkpoint.target_config import read_target_contract
     from paceline.checkpoint.tokenizer import open_tokenizer
     from paceline.models.loading import resolve_device, resolve_dtype
+    from paceline.training.contract import drafter_contract
     from paceline.training.data import join, read_conversations, split_held_out
-    from paceline.training.loop import drafter_contract
 
     path = locate_target(run.target.name, offline=offline)
     target = read_target_contract(path, run.target.name)
@@ -92,15 +92,23 @@ def _operations_per_step(
     run: TrainRun, target: TargetContract, drafter: DrafterContract, rows: int, mean_length: float
 ) -> float:
     tokens = rows * mean_length
-    slots = rows * min(run.schedule.num_anchors, mean_length) * drafter.block_size
-    head = target.vocab_size * target.hidden_size
-    body = num_target_parameters(target) - (1 if target.tie_word_embeddings else 2) * head
-    keys = 2 * drafter.hidden_size * drafter.num_kv_heads * drafter.head_size * drafter.num_layers
+    blocks = rows * min(run.schedule.num_anchors, mean_length)
+    table = target.vocab_size * target.hidden_size
+    body = num_target_parameters(target) - (1 if target.tie_word_embeddings else 2) * table
     joined = drafter.num_taps * drafter.target_hidden_size * drafter.hidden_size
-    in_blocks = num_drafter_parameters(drafter) - joined
-    # Head: our logits, their recomputation and the gradient that goes through; the target's logits where kl needs them.
-    head_passes = 3 + ("kl" in run.objective.loss_weights)
-    return 2 * body * tokens + 6 * (joined + keys) * tokens + 6 * in_blocks * slots + 2 * head * head_passes * slots
+    head = drafter.draft_vocab_size * drafter.hidden_size
+    layers = num_drafter_parameters(drafter) - joined - (head if drafter.has_own_head else 0)
+    if drafter.family == "eagle3":  # one pass over everything, then a row per block and further draft
+        keys, passed = 0, tokens + blocks * (drafter.num_draft_tokens - 1)
+    else:
+        keys = 2 * drafter.hidden_size * drafter.num_kv_heads * drafter.head_size * drafter.num_layers
+        passed = blocks * drafter.block_size
+    # Head: our logits, their recomputation and the gradient that goes through; a gradient of its own if it is trained;
+    # the target's logits where they are compared.
+    compares = bool({"kl", "l1"} & run.objective.loss_weights.keys()) or drafter.confidence is not None
+    head_passes = 3 + drafter.has_own_head + compares
+    scored = blocks * drafter.num_draft_tokens
+    return 2 * body * tokens + 6 * (joined + keys) * tokens + 6 * layers * passed + 2 * head * head_passes * scored
 
 
 def _memory_bytes(
@@ -109,6 +117,8 @@ def _memory_bytes(
     activation = 2 if is_gpu else 4
     rows = run.schedule.batch_size
     slots = rows * min(run.schedule.num_anchors, mean_length) * drafter.block_size
+    if drafter.family == "eagle3":
+        slots += rows * run.data.max_length
     features = rows * run.data.max_length * (drafter.num_taps + 2) * target.hidden_size * activation
     layers = slots * drafter.hidden_size * _SAVED_PER_LAYER * drafter.num_layers * activation
     logits = 3 * run.objective.chunk_rows * target.vocab_size * 4

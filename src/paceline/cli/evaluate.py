@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.cli.running import Models
-    from paceline.configuration.run import EvaluateRun
+    from paceline.configuration.generation import EvaluateRun
     from paceline.evaluation.acceptance import Progress, SetAcceptance
     from paceline.evaluation.prompts import Prompt
 
@@ -40,12 +40,18 @@ def evaluate(
     raw: options.Raw = False,
     spec_tokens: options.SpecTokens = None,
     draft_sample_method: options.DraftSampleMethod = None,
+    verify_method: options.VerifyMethod = None,
+    draft_length: options.DraftLength = None,
     max_tokens: options.MaxTokens = None,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
     min_p: options.MinP = None,
     seed: options.Seed = None,
+    min_tokens: options.MinTokens = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    frequency_penalty: options.FrequencyPenalty = None,
+    presence_penalty: options.PresencePenalty = None,
     ignore_eos: options.IgnoreEos = False,
     max_model_len: options.MaxModelLen = None,
     dtype: options.Dtype = None,
@@ -64,8 +70,8 @@ def evaluate(
 ) -> None:
     """Measure a drafter's served acceptance length, with interval and per position, on prompt files."""
     session, environment = options.begin(context, debug=debug, no_color=no_color, verbose=verbose, quiet=quiet)
+    from paceline.configuration.generation import EvaluateRun
     from paceline.configuration.load import load_settings
-    from paceline.configuration.run import EvaluateRun
     from paceline.evaluation.prompts import read_prompts
 
     run = load_settings(
@@ -82,12 +88,18 @@ def evaluate(
             "raw": options.given(raw),
             "spec_tokens": spec_tokens,
             "draft_sample_method": draft_sample_method,
+            "verify_method": verify_method,
+            "draft_length": draft_length,
             "max_tokens": max_tokens,
             "temperature": temperature,
             "top_k": top_k,
             "top_p": top_p,
             "min_p": min_p,
             "seed": seed,
+            "min_tokens": min_tokens,
+            "repetition_penalty": repetition_penalty,
+            "frequency_penalty": frequency_penalty,
+            "presence_penalty": presence_penalty,
             "ignore_eos": options.given(ignore_eos),
             "max_model_len": max_model_len,
             "dtype": dtype,

@@ -8,23 +8,31 @@ from __future__ import annotations
 
 import secrets
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline.cli import options
-from paceline.errors import EXIT_CHECK_SAYS_NO, EXIT_INTERRUPTED, ConfigError, DataError, NumericError
+from paceline.errors import (
+    EXIT_CHECK_SAYS_NO,
+    EXIT_INTERRUPTED,
+    ConfigError,
+    DataError,
+    NumericError,
+    PacelineError,
+    RequestError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from paceline.cli.generate_report import Outcome, View
     from paceline.cli.running import Models
-    from paceline.configuration.run import GenerateRun
+    from paceline.configuration.generation import GenerateRun
     from paceline.engine.engine import Engine
     from paceline.engine.request import RequestResult, SamplingParameters
-    from paceline.evaluation.lossless import Comparison
     from paceline.evaluation.prompts import Prompt
 
 STDIN = "-"
@@ -45,12 +53,74 @@ def generate(
     draft_model: options.DraftModel = None,
     spec_tokens: options.SpecTokens = None,
     draft_sample_method: options.DraftSampleMethod = None,
+    verify_method: options.VerifyMethod = None,
+    draft_length: options.DraftLength = None,
     max_tokens: options.MaxTokens = None,
+    min_tokens: options.MinTokens = None,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
     min_p: options.MinP = None,
     seed: options.Seed = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    frequency_penalty: options.FrequencyPenalty = None,
+    presence_penalty: options.PresencePenalty = None,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ID=BIAS", help="Add to the logit of a token id; repeatable.", rich_help_panel=options.SAMPLING
+        ),
+    ] = None,
+    allowed_token_id: Annotated[
+        list[int] | None,
+        typer.Option(help="Choose among these token ids alone; repeatable.", rich_help_panel=options.SAMPLING),
+    ] = None,
+    bad_word: Annotated[
+        list[str] | None,
+        typer.Option(help="Never complete this text; repeatable.", rich_help_panel=options.SAMPLING),
+    ] = None,
+    n: Annotated[
+        int | None, typer.Option("--n", "-n", help="Samples of each prompt.", rich_help_panel=options.SAMPLING)
+    ] = None,
+    json_schema: Annotated[
+        str | None,
+        typer.Option(metavar="JSON|@FILE", help="The text is JSON of this schema.", rich_help_panel=options.STRUCTURE),
+    ] = None,
+    json_object: Annotated[
+        bool, typer.Option("--json-object", help="The text is a JSON object.", rich_help_panel=options.STRUCTURE)
+    ] = False,
+    regex: Annotated[
+        str | None,
+        typer.Option(help="The text matches this regular expression.", rich_help_panel=options.STRUCTURE),
+    ] = None,
+    choice: Annotated[
+        list[str] | None,
+        typer.Option(help="The text is one of these; repeatable.", rich_help_panel=options.STRUCTURE),
+    ] = None,
+    grammar: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LARK|@FILE", help="The text follows this Lark grammar.", rich_help_panel=options.STRUCTURE
+        ),
+    ] = None,
+    structure_begins_after: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="The structure begins after this text.", rich_help_panel=options.STRUCTURE),
+    ] = None,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="With --json: log-probabilities, and those of the N likeliest beside it.",
+            rich_help_panel=options.OUTPUT,
+        ),
+    ] = None,
+    logprobs_mode: Annotated[
+        str | None,
+        typer.Option(
+            metavar="raw|processed", help="Of the model, or of what was sampled from.", rich_help_panel=options.OUTPUT
+        ),
+    ] = None,
     stop: Annotated[
         list[str] | None,
         typer.Option(help="End the text before this string; repeatable.", rich_help_panel=options.SAMPLING),
@@ -59,6 +129,12 @@ def generate(
         list[int] | None,
         typer.Option(help="End the text at this token; repeatable.", rich_help_panel=options.SAMPLING),
     ] = None,
+    include_stop_str_in_output: Annotated[
+        bool,
+        typer.Option(
+            "--include-stop-str-in-output", help="Keep the stop string in the text.", rich_help_panel=options.SAMPLING
+        ),
+    ] = False,
     ignore_eos: options.IgnoreEos = False,
     max_model_len: options.MaxModelLen = None,
     dtype: options.Dtype = None,
@@ -99,8 +175,8 @@ def generate(
 ) -> None:
     """Generate text, faster with a drafter, and show what it accepted."""
     session, environment = options.begin(context, debug=debug, no_color=no_color, verbose=verbose, quiet=quiet)
+    from paceline.configuration.generation import GenerateRun
     from paceline.configuration.load import load_settings
-    from paceline.configuration.run import GenerateRun
 
     run = load_settings(
         GenerateRun,
@@ -113,14 +189,33 @@ def generate(
             "draft_model": draft_model,
             "spec_tokens": spec_tokens,
             "draft_sample_method": draft_sample_method,
+            "verify_method": verify_method,
+            "draft_length": draft_length,
             "max_tokens": max_tokens,
+            "min_tokens": min_tokens,
             "temperature": temperature,
             "top_k": top_k,
             "top_p": top_p,
             "min_p": min_p,
             "seed": seed,
+            "repetition_penalty": repetition_penalty,
+            "frequency_penalty": frequency_penalty,
+            "presence_penalty": presence_penalty,
+            "logit_bias": parse_biases(logit_bias) if logit_bias else None,
+            "allowed_token_ids": tuple(allowed_token_id) if allowed_token_id else None,
+            "bad_words": tuple(bad_word) if bad_word else None,
+            "n": n,
+            "json_schema": json_schema,
+            "json_object": options.given(json_object),
+            "regex": regex,
+            "choice": tuple(choice) if choice else None,
+            "grammar": grammar,
+            "structure_begins_after": structure_begins_after,
+            "logprobs": logprobs,
+            "logprobs_mode": logprobs_mode,
             "stop": tuple(stop) if stop else None,
             "stop_token_ids": tuple(stop_token_id) if stop_token_id else None,
+            "include_stop_str_in_output": options.given(include_stop_str_in_output),
             "ignore_eos": options.given(ignore_eos),
             "max_model_len": max_model_len,
             "dtype": dtype,
@@ -137,32 +232,35 @@ def generate(
     if dry_run:
         options.show_settings(run, as_json=as_json, extra={"num_prompts": len(prompts)})
         return
+    from paceline.cli.generate_report import View
     from paceline.cli.running import load_models
 
     models = load_models(run, environment)
     shows_trace = run.trace if run.trace is not None else sys.stderr.isatty() and session.verbosity >= 0
-    view = _View(as_json=as_json, trace=shows_trace and not as_json, color=session.color)
+    view = View(as_json=as_json, trace=shows_trace and not as_json, color=session.color)
     raise typer.Exit(_run_all(run, models, prompts, view))
 
 
-@dataclass(frozen=True)
-class _View:
-    """What is shown where."""
+def parse_biases(texts: Sequence[str]) -> dict[str, float]:
+    """`ID=BIAS` flags as a table.
 
-    as_json: bool
-    trace: bool
-    color: bool
-
-
-@dataclass
-class _Outcome:
-    """One prompt with its answer and, with `--compare`, the plain one."""
-
-    prompt: Prompt
-    result: RequestResult
-    seed: int | None
-    plain: RequestResult | None = None
-    comparison: Comparison | None = None
+    Raises:
+        ConfigError: a flag of another form, or an id given twice.
+    """
+    biases: dict[str, float] = {}
+    for text in texts:
+        token, separator, bias = text.partition("=")
+        try:
+            value = float(bias)
+        except ValueError:
+            separator = ""
+            value = 0.0
+        if not separator or not token.strip().isdigit():
+            raise ConfigError(f"--logit-bias {text!r} is not of the form ID=BIAS", hint="--logit-bias 42=-5")
+        if token.strip() in biases:
+            raise ConfigError(f"--logit-bias names token {token.strip()} twice")
+        biases[token.strip()] = value
+    return biases
 
 
 def gather_prompts(texts: Sequence[str], file: Path | None) -> list[Prompt]:
@@ -206,14 +304,15 @@ def _read_stdin() -> str:
         raise DataError(f"the prompt on stdin is not {error.encoding}: {error.reason}", hint="text in UTF-8") from error
 
 
-def _run_all(run: GenerateRun, models: Models, prompts: Sequence[Prompt], view: _View) -> int:
-    from paceline.cli.running import make_engine, sampling_of
+def _run_all(run: GenerateRun, models: Models, prompts: Sequence[Prompt], view: View) -> int:
+    from paceline.cli import generate_report as report
+    from paceline.cli.running import answer_sampling_of, make_engine
     from paceline.engine.request import check_prompt
     from paceline.evaluation.lossless import compare_ids
     from paceline.evaluation.prompts import encode_prompt
     from paceline.trace.writer import TraceWriter
 
-    sampling = sampling_of(run, stop=run.stop, stop_token_ids=run.stop_token_ids)
+    sampling = answer_sampling_of(run)
     first_seed = sampling.seed if sampling.seed is not None else secrets.randbits(31)
     encoded = [encode_prompt(prompt, models.target.tokenizer, system=run.system, raw=run.raw) for prompt in prompts]
     longest = max(map(len, encoded))
@@ -221,54 +320,65 @@ def _run_all(run: GenerateRun, models: Models, prompts: Sequence[Prompt], view: 
     plain_engine = make_engine(run, models, with_drafter=False, num_prompt_tokens=longest) if run.compare else None
     for ids in encoded:  # before the first answer: one bad prompt must not cost the answers to the others
         check_prompt(ids, vocab_size=models.target.contract.vocab_size, max_model_len=engine.max_model_len)
-    outcomes: list[_Outcome] = []
+    jobs = [(prompt, ids, sample) for prompt, ids in zip(prompts, encoded, strict=True) for sample in range(run.n)]
+    sampling = replace(sampling, n=1)
+    outcomes: list[report.Outcome] = []
     interrupted = False
     writer = TraceWriter(run.trace_file) if run.trace_file is not None else None
     try:
         if plain_engine is not None:
             _warm_up([engine, plain_engine], encoded[0], run)
-        for index, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
-            if not sampling.is_greedy:  # prompt i draws with seed + i: repeatable, and no two share their noise
+        for index, (prompt, ids, sample_index) in enumerate(jobs):
+            if not sampling.is_greedy:  # answer i draws with seed + i: repeatable, and no two share their noise
                 sampling = replace(sampling, seed=(first_seed + index) % 2**63)
-            if len(prompts) > 1 and not view.as_json:
-                typer.echo(f"{'' if prompt is prompts[0] else chr(10)}--- {prompt.id}", err=True)
+            if len(jobs) > 1 and not view.as_json:
+                sample = f", sample {sample_index}" if run.n > 1 else ""
+                typer.echo(f"{chr(10) if index else ''}--- {prompt.id}{sample}", err=True)
             result = _stream(engine, ids, sampling, write=not view.as_json)
-            outcome = _Outcome(prompt, result, sampling.seed)
+            outcome = report.Outcome(prompt, result, sampling.seed, sample_index)
             outcomes.append(outcome)
             if writer is not None:
                 writer.write(result.trace)
             if result.finish_reason == "error":
-                raise NumericError(
-                    f"prompt {prompt.id!r}: the target's logits held a NaN or an infinity after "
-                    f"{len(result.token_ids)} tokens",
-                    origin={"target": models.target.contract.origin},
-                    hint="--dtype float32",
-                )
+                raise _failure(outcome, models, is_dead_end=engine.stats().num_dead_ends > 0)
             if result.finish_reason == "abort":
                 interrupted = True
                 break
-            _show_result(outcome, models, view)
+            report.show_result(outcome, models, view)
             if plain_engine is not None:
                 outcome.plain = _stream(plain_engine, ids, sampling, write=False)
                 if outcome.plain.finish_reason == "abort":
                     interrupted = True
                     break
                 outcome.comparison = compare_ids(result.token_ids, outcome.plain.token_ids)
-                _show_comparison(outcome, sampling, view)
+                report.show_comparison(outcome, sampling, view)
     except KeyboardInterrupt:  # while warming up or between two prompts
         interrupted = True
     finally:
         if writer is not None:
             writer.close()
     if view.as_json:
-        options.print_json(_as_json(run, models, outcomes))
+        options.print_json(report.as_json_object(run, models, outcomes))
     else:
-        _show_summary(outcomes, view)
+        report.show_summary(outcomes, view)
     if interrupted:
         typer.echo("interrupted", err=True)
         return EXIT_INTERRUPTED
-    differs = any(outcome.comparison is not None and not outcome.comparison.is_identical for outcome in outcomes)
-    return EXIT_CHECK_SAYS_NO if differs and sampling.is_greedy else 0
+    differs = any(
+        report.is_repeatable(sampling, outcome.result) and not outcome.comparison.is_identical
+        for outcome in outcomes
+        if outcome.comparison is not None
+    )
+    return EXIT_CHECK_SAYS_NO if differs else 0
+
+
+def _failure(outcome: Outcome, models: Models, *, is_dead_end: bool) -> PacelineError:
+    """What to raise for an answer that ended with an error: numbers are the models' fault, rules the caller's."""
+    result = outcome.result
+    message = f"prompt {outcome.prompt.id!r}, after {len(result.token_ids)} tokens: {result.error}"
+    if is_dead_end:
+        return RequestError(message)
+    return NumericError(message, origin={"target": models.target.contract.origin}, hint="--dtype float32")
 
 
 def _warm_up(engines: Sequence[Engine], ids: Sequence[int], run: GenerateRun) -> None:
@@ -300,112 +410,3 @@ def _stream(engine: Engine, ids: Sequence[int], sampling: SamplingParameters, *,
         sys.stdout.write("\n")
         sys.stdout.flush()
     return engine.result(request_id)
-
-
-def _show_result(outcome: _Outcome, models: Models, view: _View) -> None:
-    if view.trace and outcome.result.trace.records:
-        from paceline.reporting.terminal import print_chips
-
-        tokenizer = models.target.tokenizer
-        print_chips(
-            options.stderr_console(color=view.color),
-            outcome.result.trace,
-            lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
-        )
-
-
-def _show_comparison(outcome: _Outcome, sampling: SamplingParameters, view: _View) -> None:
-    if view.as_json or outcome.comparison is None or outcome.plain is None:
-        return
-    if not sampling.is_greedy and not outcome.comparison.is_identical:
-        typer.echo(
-            f"identical: not expected at temperature {sampling.temperature:g}: equal distribution, not equal draws",
-            err=True,
-        )
-        return
-    typer.echo(f"identical: {outcome.comparison.describe()} ({outcome.comparison.num_compared} tokens)", err=True)
-
-
-def _show_summary(outcomes: Sequence[_Outcome], view: _View) -> None:
-    """Figures over all prompts: acceptance, speed and, with `--compare`, the ratio and the verdict."""
-    from paceline.trace.acceptance import AcceptanceSummary
-
-    results = [outcome.result for outcome in outcomes]
-    if not results:
-        return
-    summary = AcceptanceSummary.from_steps(record for result in results for record in result.trace.records)
-    num_tokens = sum(len(result.token_ids) for result in results)
-    speed = _pooled_speed(results)
-    if view.trace and summary.num_steps:
-        from paceline.reporting.terminal import print_summary
-
-        console = options.stderr_console(color=view.color)
-        is_compared = any(outcome.comparison is not None for outcome in outcomes)  # then the last line has the speeds
-        print_summary(console, summary, tokens_per_second=None if is_compared else speed, num_output_tokens=num_tokens)
-    else:
-        parts = [f"{num_tokens} tokens"]
-        if summary.num_steps:
-            parts.append(f"acceptance length {summary.acceptance_length:.2f} over {summary.num_steps} steps")
-        if speed is not None:
-            parts.append(f"{speed:.1f} tokens/s")
-        typer.echo(", ".join(parts), err=True)
-    compared = [outcome for outcome in outcomes if outcome.comparison is not None]
-    speculative = _pooled_speed([outcome.result for outcome in compared])
-    plain = _pooled_speed([outcome.plain for outcome in compared if outcome.plain is not None])
-    if speculative is not None and plain is not None:
-        typer.echo(
-            f"speculative {speculative:.1f} tokens/s, plain {plain:.1f} tokens/s, ratio {speculative / plain:.2f}",
-            err=True,
-        )
-    if len(compared) > 1:
-        from paceline.evaluation.lossless import num_identical
-
-        same = num_identical(outcome.comparison for outcome in compared if outcome.comparison is not None)
-        typer.echo(f"identical: {same} of {len(compared)} prompts", err=True)
-
-
-def _pooled_speed(results: Sequence[RequestResult]) -> float | None:
-    """Tokens after the first per second of decoding, over several answers."""
-    seconds = sum(result.trace.total_ms - result.trace.prefill_ms for result in results) / 1000.0
-    num_tokens = sum(max(0, len(result.token_ids) - 1) for result in results)
-    return num_tokens / seconds if num_tokens and seconds > 0 else None
-
-
-def _as_json(run: GenerateRun, models: Models, outcomes: Sequence[_Outcome]) -> dict[str, object]:
-    from paceline.trace.acceptance import AcceptanceSummary
-
-    rows: list[dict[str, object]] = []
-    for outcome in outcomes:
-        result = outcome.result
-        row: dict[str, object] = {
-            "id": outcome.prompt.id,
-            "num_prompt_tokens": len(result.prompt_ids),
-            "seed": outcome.seed,
-            "text": result.text,
-            "token_ids": list(result.token_ids),
-            "finish_reason": result.finish_reason,
-            "stop_reason": result.stop_reason,
-            "lossless": result.trace.lossless,
-            "method": result.trace.method,
-            "prefill_ms": result.trace.prefill_ms,
-            "total_ms": result.trace.total_ms,
-            "tokens_per_second": _pooled_speed([result]),
-        }
-        if models.drafter is not None:
-            row["speculative_decoding"] = AcceptanceSummary.from_steps(result.trace.records).to_dict()
-        if outcome.plain is not None and outcome.comparison is not None:
-            ours, plain = _pooled_speed([result]), _pooled_speed([outcome.plain])
-            row["plain"] = {
-                "identical": outcome.comparison.is_identical,
-                "first_divergence": outcome.comparison.first_divergence,
-                "token_ids": list(outcome.plain.token_ids),
-                "tokens_per_second": plain,
-                "ratio": ours / plain if ours is not None and plain is not None else None,
-            }
-        rows.append(row)
-    compared = [outcome.comparison for outcome in outcomes if outcome.comparison is not None]
-    return {
-        "settings": run.model_dump(mode="json"),
-        "results": rows,
-        "identical": all(comparison.is_identical for comparison in compared) if compared else None,
-    }

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from paceline.configuration.environment import Environment
 
-MODELS, SAMPLING, OUTPUT, SETTINGS = "Models", "Sampling", "Output", "Settings"
+MODELS, SAMPLING, STRUCTURE = "Models", "Sampling", "Structured output"
+OUTPUT, SETTINGS = "Output", "Settings"
 
 Target = Annotated[
     str | None, typer.Argument(metavar="MODEL", help="Target: a folder, a .gguf file, a hub name or an alias.")
@@ -44,6 +45,18 @@ SpecTokens = Annotated[
 DraftSampleMethod = Annotated[
     str | None,
     typer.Option(metavar="greedy|probabilistic", help="How proposals are picked.", rich_help_panel=MODELS),
+]
+VerifyMethod = Annotated[
+    str | None,
+    typer.Option(
+        metavar="standard|block|match|coupled", help="How drafts are judged; all are lossless.", rich_help_panel=MODELS
+    ),
+]
+DraftLength = Annotated[
+    str | None,
+    typer.Option(
+        metavar="off|fixed|adaptive", help="Drafts per step: none, all, or as many as pay.", rich_help_panel=MODELS
+    ),
 ]
 MaxModelLen = Annotated[int | None, typer.Option(help="Largest context in tokens.", rich_help_panel=MODELS)]
 Dtype = Annotated[
@@ -71,6 +84,19 @@ MinP = Annotated[
     float | None, typer.Option(help="Drop tokens below this share of the likeliest.", rich_help_panel=SAMPLING)
 ]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=SAMPLING)]
+MinTokens = Annotated[
+    int | None, typer.Option(help="The first so many tokens cannot end the text.", rich_help_panel=SAMPLING)
+]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option(help="Above 1: tokens of prompt and text become less likely.", rich_help_panel=SAMPLING),
+]
+FrequencyPenalty = Annotated[
+    float | None, typer.Option(help="Subtracted for each time that a token occurred.", rich_help_panel=SAMPLING)
+]
+PresencePenalty = Annotated[
+    float | None, typer.Option(help="Subtracted from tokens that occurred.", rich_help_panel=SAMPLING)
+]
 IgnoreEos = Annotated[
     bool, typer.Option("--ignore-eos", help="Go on past end-of-text tokens.", rich_help_panel=SAMPLING)
 ]

@@ -9,9 +9,10 @@ from paceline.cli.options import set_threads
 
 if TYPE_CHECKING:
     from paceline.configuration.environment import Environment
-    from paceline.configuration.run import ModelRun
+    from paceline.configuration.generation import GenerateRun, ModelRun
     from paceline.engine.engine import Engine
     from paceline.engine.request import SamplingParameters
+    from paceline.engine.structured import StructuredOutput
     from paceline.models.loading import LoadedDrafter, LoadedTarget
 
 
@@ -83,26 +84,28 @@ def make_engine(
         max_model_len=run.max_model_len or min(limit, max(wanted, DEFAULT_MAX_MODEL_LEN)),
         num_draft_tokens=run.spec_tokens if drafter is not None else None,
         draft_sample_method=run.draft_sample_method if drafter is not None else None,
+        verify_method=run.verify_method if drafter is not None else "standard",
+        draft_length=run.draft_length if drafter is not None else "fixed",
     )
     return Engine(models.target, drafter, settings)
 
 
-def sampling_of(
-    run: ModelRun, *, stop: tuple[str, ...] = (), stop_token_ids: tuple[int, ...] = ()
-) -> SamplingParameters:
-    """The sampling parameters that the settings ask for; says once which of them change nothing."""
+def sampling_of(run: ModelRun) -> SamplingParameters:
+    """The sampling parameters that the settings of every run ask for; says once which of them change nothing."""
     from paceline.engine.request import SamplingParameters
     from paceline.log import get_logger
 
     sampling = SamplingParameters(
         max_tokens=run.max_tokens,
+        min_tokens=run.min_tokens,
         temperature=run.temperature,
         top_k=run.top_k,
         top_p=run.top_p,
         min_p=run.min_p,
         seed=run.seed,
-        stop=stop,
-        stop_token_ids=stop_token_ids,
+        repetition_penalty=run.repetition_penalty,
+        frequency_penalty=run.frequency_penalty,
+        presence_penalty=run.presence_penalty,
         ignore_eos=run.ignore_eos,
     )
     sampled_only = {
@@ -111,8 +114,64 @@ def sampling_of(
         "min_p": run.min_p != 0.0,
         "seed": run.seed is not None,
         "draft_sample_method": run.draft_sample_method == "probabilistic",
+        "verify_method": run.verify_method != "standard",
     }
     idle = [name for name, is_given in sampled_only.items() if is_given]
     if sampling.is_greedy and idle:
         get_logger(__name__).warning("temperature is 0: %s changes nothing", ", ".join(idle))
     return sampling
+
+
+def answer_sampling_of(run: GenerateRun) -> SamplingParameters:
+    """What `sampling_of` gives, with what only single answers have: stops, rules on tokens, structure, samples.
+
+    Raises:
+        ConfigError: a file that a setting names cannot be read.
+        RequestError: a value is impossible.
+    """
+    from dataclasses import replace
+
+    return replace(
+        sampling_of(run),
+        stop=run.stop,
+        stop_token_ids=run.stop_token_ids,
+        include_stop_str_in_output=run.include_stop_str_in_output,
+        n=run.n,
+        logprobs=run.logprobs,
+        logprobs_mode=run.logprobs_mode,
+        logit_bias={int(token): bias for token, bias in run.logit_bias.items()} or None,
+        allowed_token_ids=run.allowed_token_ids or None,
+        bad_words=run.bad_words,
+        structured_output=_structure_of(run),
+    )
+
+
+def _structure_of(run: GenerateRun) -> StructuredOutput | None:
+    from paceline.engine.structured import StructuredOutput
+
+    begins_after = run.structure_begins_after
+    if run.json_schema is not None:
+        return StructuredOutput("json_schema", _text_or_file("json_schema", run.json_schema), begins_after)
+    if run.json_object:
+        return StructuredOutput("json_object", "", begins_after)
+    if run.regex is not None:
+        return StructuredOutput("regex", run.regex, begins_after)
+    if run.choice:
+        return StructuredOutput("choice", run.choice, begins_after)
+    if run.grammar is not None:
+        return StructuredOutput("grammar", _text_or_file("grammar", run.grammar), begins_after)
+    return None
+
+
+def _text_or_file(name: str, value: str) -> str:
+    """The text itself, or what stands in the file that `@FILE` names."""
+    from pathlib import Path
+
+    from paceline.errors import ConfigError
+
+    if not value.startswith("@"):
+        return value
+    try:
+        return Path(value[1:]).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the file of {name} cannot be read: {error}", origin={name: value[1:]}) from error

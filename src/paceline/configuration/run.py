@@ -1,8 +1,7 @@
-"""What a run was asked to do: training, generation, evaluation. One described sentence per field.
+"""What a training run was asked to do, one described sentence per field: a file of settings, as in `examples/`.
 
-`TrainRun` is a file of settings (`examples/train_smollm2_dflash.toml`); `GenerateRun` and `EvaluateRun` are flat, with
-the names of their command-line flags. `load.py` reads files and puts overrides on top. Nothing here knows torch: device
-and dtype are names, which the models turn into objects.
+`load.py` reads files and puts overrides on top. Nothing here knows torch: device and dtype are names, which the models
+turn into objects.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, Strict, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from paceline.configuration.fields import (
     Count,
@@ -28,12 +27,10 @@ from paceline.configuration.fields import (
     Seed,
     Settings,
     Share,
-    StopText,
 )
 
-LossName = Literal["kl", "ce"]
-DrafterFamily = Literal["dflash", "dflash2"]
-LinearMode = Literal["auto", "plain", "packed", "row_invariant"]
+LossName = Literal["kl", "ce", "l1"]
+DrafterFamily = Literal["dflash", "dflash2", "dspark", "eagle3"]
 
 
 class TargetSettings(Settings):
@@ -47,7 +44,9 @@ class DrafterSettings(Settings):
     """Shape of the drafter and of the block that it proposes."""
 
     family: DrafterFamily = Field(
-        "dflash", description="dflash predicts each position on its own, dflash2 lets neighbours agree on a text"
+        "dflash",
+        description="dflash predicts each position on its own, dflash2 and dspark let neighbours agree on a text, "
+        "eagle3 drafts one token per pass",
     )
     num_layers: Count = Field(4, le=64, description="decoder layers of the drafter")
     intermediate_size: Count = Field(1280, description="width of the drafter's MLP")
@@ -55,14 +54,41 @@ class DrafterSettings(Settings):
         None, description="tapped target layers, 0-based, by their output; unset spreads `num_taps` over the depth"
     )
     num_taps: Count = Field(5, le=32, description="number of tapped target layers")
-    block_size: Count = Field(8, ge=2, le=64, description="rows of one drafter pass, anchor included")
+    block_size: Count = Field(
+        8,
+        ge=2,
+        le=64,
+        description="rows of a block, the anchor's included: all but that one draft a token, and that one too under "
+        "layout anchor_sampling",
+    )
+    layout: Literal["fill_in", "anchor_sampling"] = Field(
+        "fill_in", description="dspark: whether the anchor's own row drafts the token after it"
+    )
     tap_norm: Flag = Field(True, description="whether each tap has its own RMSNorm before the projection")
     conv_kernel_size: Count = Field(2, le=64, description="dflash2: rows that its convolution reads, itself included")
     conv_group_size: Count = Field(16, description="dflash2: channels that share a coefficient of the convolution")
     selector_rank: Count = Field(64, description="dflash2: width of the selector's two tables, a row per token each")
     selector_top_k: Count = Field(16, le=32, description="dflash2: candidates per position")
-    mask_token_id: CountOrZero = Field(
-        description="token id that fills the rows after the anchor: one that no text holds, such as an unused row"
+    markov_rank: CountOrZero = Field(
+        64, description="dspark: width of the tables that score a token after another; 0 leaves them out"
+    )
+    markov_kind: Literal["vanilla", "gated", "rnn"] = Field(
+        "vanilla", description="dspark: what weighs these scores; gated reads the row's state, rnn the block so far"
+    )
+    confidence_head: Flag = Field(True, description="dspark: whether it learns to foresee which drafts are kept")
+    norm_before_residual: Flag = Field(True, description="eagle3: whether the first layer adds to the normed state")
+    norm_output: Flag = Field(False, description="eagle3: whether the next pass starts from the normed state")
+    own_head: Flag = Field(False, description="eagle3: train an output head instead of borrowing the target's")
+    draft_vocab_size: Annotated[Count | None, OrNone] = Field(
+        None, description="eagle3: number of ids that are drafted, the most frequent in the data; unset is all"
+    )
+    min_vocab_coverage: Share = Field(
+        0.95, description="eagle3: share of the response tokens that the drafted ids must make up"
+    )
+    mask_token_id: Annotated[CountOrZero | None, OrNone] = Field(
+        None,
+        description="token id that fills the rows after the anchor: one that no text holds, such as an unused row; "
+        "eagle3 has none",
     )
     draft_sample_method: DraftSampleMethod = Field(
         "greedy", description="how a served drafter picks its proposals unless told otherwise"
@@ -96,6 +122,27 @@ class DrafterSettings(Settings):
         if self.target_layer_ids is not None and len(self.target_layer_ids) != self.num_taps:
             raise ValueError(f"num_taps is {self.num_taps}, target_layer_ids has {len(self.target_layer_ids)} entries")
         return self
+
+    @model_validator(mode="after")
+    def _parts_fit_the_family(self) -> Self:
+        if self.family != "eagle3" and self.mask_token_id is None:
+            raise ValueError(f"mask_token_id is missing; a {self.family} drafter fills its rows with it")
+        if self.family == "eagle3" and self.mask_token_id is not None:
+            raise ValueError(f"mask_token_id is {self.mask_token_id}; an eagle3 drafter has no rows to fill")
+        for key, family, neutral in (
+            ("layout", "dspark", "fill_in"),
+            ("own_head", "eagle3", False),
+            ("draft_vocab_size", "eagle3", None),
+        ):
+            value = getattr(self, key)
+            if self.family != family and value != neutral:
+                raise ValueError(f"{key} is {value!r}; family {self.family!r} has no such choice, {family!r} has")
+        return self
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tokens that a block drafts."""
+        return self.block_size if self.layout == "anchor_sampling" else self.block_size - 1
 
 
 class DataSettings(Settings):
@@ -157,19 +204,23 @@ class ObjectiveSettings(Settings):
 
     loss: LossName | dict[LossName, PositiveNumber] = Field(
         "kl",
-        description="kl follows the target's distribution, ce the token that follows in the data; a table mixes them",
+        description="kl follows the target's distribution, ce the token that follows in the data, l1 lowers the share "
+        "of refused drafts when sampling; a table mixes them",
     )
     gamma: Annotated[PositiveNumber | None, OrNone] = Field(
-        4.0, description='row k of a block weighs exp(-(k-1)/gamma); "none" weighs all rows alike'
+        4.0, description='draft k of a block weighs exp(-(k-1)/gamma); "none" weighs all alike'
     )
     chunk_rows: Count = Field(4096, description="rows whose logits exist at the same time")
     selector_weight: NumberOrZero = Field(1.0, description="dflash2: weight of the selector's loss beside the rest")
+    confidence_weight: NumberOrZero = Field(
+        1.0, description="dspark: weight of the confidence head's loss, which trains that head alone"
+    )
 
     @field_validator("loss")
     @classmethod
     def _some_loss(cls, loss: str | dict[LossName, float]) -> str | dict[LossName, float]:
         if isinstance(loss, dict) and not loss:
-            raise ValueError("an empty table rewards nothing; name kl, ce or both")
+            raise ValueError("an empty table rewards nothing; name kl, ce or l1")
         return loss
 
     @property
@@ -217,6 +268,8 @@ class TrainRun(Settings):
                 f"data.max_length {self.data.max_length} leaves no room for two blocks of drafter.block_size "
                 f"{self.drafter.block_size}"
             )
+        if self.drafter.family == "dflash2" and "l1" in self.objective.loss_weights:
+            raise ValueError("objective.loss has l1; the selector of a dflash2 drafter learns from kl and ce alone")
         held_out = self.data.hold_out * len(self.data.files)
         if self.evaluate.num_conversations > held_out:
             raise ValueError(
@@ -224,80 +277,3 @@ class TrainRun(Settings):
                 f"data.hold_out {self.data.hold_out} keeps in {len(self.data.files)} file(s)"
             )
         return self
-
-
-class ModelRun(Settings):
-    """What generation and evaluation have in common: the models, how they run, and how tokens are picked."""
-
-    model: Name = Field(description="target: a folder, a .gguf file, a hub name or an alias")
-    draft_model: Annotated[Name | None, OrNone] = Field(
-        None, description="drafter folder or hub name; unset drafts nothing"
-    )
-    spec_tokens: Annotated[Count | None, OrNone] = Field(
-        None, description="proposals per step, the anchor not counted; unset takes what the drafter was trained for"
-    )
-    draft_sample_method: Annotated[DraftSampleMethod | None, OrNone] = Field(
-        None, description="how proposals are picked when sampling; unset takes the drafter's own"
-    )
-    max_tokens: Count = Field(128, description="largest number of new tokens per prompt")
-    temperature: NumberOrZero = Field(0.0, description="0 is greedy; higher is more varied")
-    top_k: CountOrZero = Field(0, description="keep the k most likely tokens; 0 keeps all")
-    top_p: Annotated[float, Strict(), Field(gt=0, le=1, allow_inf_nan=False)] = Field(
-        1.0, description="keep the most likely tokens up to this share of probability"
-    )
-    min_p: Share = Field(0.0, description="drop tokens below this share of the likeliest one's probability")
-    seed: Annotated[Seed | None, OrNone] = Field(None, description="makes sampling repeatable; unset draws one")
-    system: Annotated[Name | None, OrNone] = Field(None, description="system message of the chat template")
-    raw: Flag = Field(False, description="take prompts as they are, without the chat template")
-    ignore_eos: Flag = Field(False, description="go on past end-of-text tokens, up to max_tokens")
-    max_model_len: Annotated[Count | None, OrNone] = Field(
-        None, description="largest context in tokens; unset takes what the prompts and max_tokens need"
-    )
-    dtype: DtypeName = Field("auto", description="precision of the models; auto takes the device's best")
-    device: DeviceName = Field("auto", description="auto, cpu, cuda or cuda:N")
-    linear_mode: LinearMode = Field(
-        "auto",
-        description="arithmetic of matrix products; row_invariant makes a row's bits independent of the batch",
-    )
-    threads: Annotated[Count | None, OrNone] = Field(None, description="CPU threads; unset leaves the choice to torch")
-    offline: Flag = Field(False, description="never touch the network; a missing file is an error")
-
-    @model_validator(mode="after")
-    def _draft_settings_need_a_drafter(self) -> Self:
-        for name in ("spec_tokens", "draft_sample_method"):
-            if self.draft_model is None and getattr(self, name) is not None:
-                raise ValueError(f"{name} is {getattr(self, name)!r} but there is no draft_model to use it")
-        if self.raw and self.system is not None:
-            raise ValueError("system is set but raw leaves the chat template out, so nothing would show it")
-        return self
-
-
-class GenerateRun(ModelRun):
-    """Text from one or several prompts."""
-
-    stop: tuple[StopText, ...] = Field((), description="end the text before any of these strings")
-    stop_token_ids: tuple[CountOrZero, ...] = Field((), description="end the text at any of these tokens")
-    compare: Flag = Field(False, description="run plain decoding beside it and say whether the ids are identical")
-    trace: Annotated[Flag | None, OrNone] = Field(
-        None, description="show accepted, refused and bonus tokens; unset shows them on a terminal"
-    )
-    trace_file: Annotated[Path | None, OrNone] = Field(
-        None, description="append a record of every step to this .jsonl file"
-    )
-
-    @model_validator(mode="after")
-    def _comparing_needs_a_drafter(self) -> Self:
-        if self.compare and self.draft_model is None:
-            raise ValueError("compare is set but there is no draft_model: plain decoding would be compared with itself")
-        return self
-
-
-class EvaluateRun(ModelRun):
-    """Served acceptance of a drafter on prompt files."""
-
-    draft_model: Name = Field(description="drafter folder or hub name")
-    prompts: tuple[Path, ...] = Field(
-        min_length=1, description="prompt files (.jsonl, plain text or held-out .npz), one set each"
-    )
-    num_prompts: Annotated[Count | None, OrNone] = Field(None, description="prompts per set; unset takes all")
-    max_num_seqs: Count = Field(8, description="prompts that are decoded at the same time")

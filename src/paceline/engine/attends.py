@@ -98,27 +98,26 @@ def attend_block(
 
 
 def _one_request(
-    q_TNH: Tensor,
-    k_MSH: Tensor,
-    v_MSH: Tensor,
+    q_1TNH: Tensor,
+    k_1MSH: Tensor,
+    v_1MSH: Tensor,
     visible: Tensor | None,
     is_row_invariant: bool,
     sink_N: Tensor | None = None,
 ) -> Tensor:
     """Attention of a single request; `visible` comes from `_per_query_row`. Returns [1, T, N, H]."""
+    q_1NTH = q_1TNH.transpose(1, 2)
+    num_rows = q_1TNH.shape[1]
     if sink_N is not None:  # drafters alone have sinks, and a drafter's bits never reach the output
-        q_1NTH = q_TNH.transpose(0, 1).unsqueeze(0)
-        visible_TS = None if visible is None else visible[: q_TNH.shape[0]]
-        return attention(q_1NTH, k_MSH[None], v_MSH[None], visible=visible_TS, sink_N=sink_N).transpose(1, 2)
+        visible_TS = None if visible is None else visible[:num_rows]
+        return attention(q_1NTH, k_1MSH, v_1MSH, visible=visible_TS, sink_N=sink_N).transpose(1, 2)
     if is_row_invariant:
         if visible is None:
-            visible = torch.ones(q_TNH.shape[0], k_MSH.shape[1], dtype=torch.bool, device=q_TNH.device)
-        return attention_row_invariant(q_TNH.transpose(0, 1), k_MSH, v_MSH, visible).transpose(0, 1).unsqueeze(0)
-    num_rows, num_heads, head_size = q_TNH.shape
+            visible = torch.ones(num_rows, k_1MSH.shape[2], dtype=torch.bool, device=q_1TNH.device)
+        return attention_row_invariant(q_1NTH[0], k_1MSH[0], v_1MSH[0], visible).transpose(0, 1).unsqueeze(0)
     # Heads that share keys become more query rows here, not in `attention`, which would repeat the mask per layer.
-    q_1MRH = q_TNH.transpose(0, 1).reshape(1, k_MSH.shape[0], -1, head_size)
-    mixed = attention(q_1MRH, k_MSH.unsqueeze(0), v_MSH.unsqueeze(0), visible=visible)
-    return mixed.view(1, num_heads, num_rows, head_size).transpose(1, 2)
+    q_1MRH = q_1NTH.reshape(1, k_1MSH.shape[1], -1, q_1NTH.shape[3])
+    return attention(q_1MRH, k_1MSH, v_1MSH, visible=visible).view(q_1NTH.shape).transpose(1, 2)
 
 
 def _per_query_row(visible_TS: Tensor, num_heads: int, num_kv_heads: int, is_row_invariant: bool) -> Tensor:
@@ -141,33 +140,33 @@ class _CausalPerRequest:
     ) -> Tensor:
         assert sink_N is None, "causal models have no attention sinks"
         if len(self.slots) == 1:  # the case whose speed is felt: nothing but the attention itself
-            return self._request(layer, self.slots[0], self.starts[0], q_BTNH[0], k_BTMH[0], v_BTMH[0])
-        mixed = [
-            self._request(layer, slot, start, q_BTNH[index], k_BTMH[index], v_BTMH[index])
-            for index, (slot, start) in enumerate(zip(self.slots, self.starts, strict=True))
-        ]
-        return torch.cat(mixed)
+            return self._request(layer, self.slots[0], self.starts[0], q_BTNH, k_BTMH, v_BTMH)
+        rows = zip(self.slots, self.starts, q_BTNH.split(1), k_BTMH.split(1), v_BTMH.split(1), strict=True)
+        return torch.cat([self._request(layer, slot, start, q, k, v) for slot, start, q, k, v in rows])
 
-    def _request(self, layer: int, slot: int, start: int, q_TNH: Tensor, k_TMH: Tensor, v_TMH: Tensor) -> Tensor:
-        self.cache.write_rows(layer, slot, start, k_TMH, v_TMH)
+    def _request(self, layer: int, slot: int, start: int, q_1TNH: Tensor, k_1TMH: Tensor, v_1TMH: Tensor) -> Tensor:
+        self.cache.write_rows(layer, slot, start, k_1TMH, v_1TMH)
         length = start + self.num_rows
         window = None if self.windows is None else self.windows[layer]
         if window is not None and window >= length:
             window = None
         if start == 0 and self.num_rows > 1 and window is None and not self.is_row_invariant:
-            q, k, v = (rows.transpose(0, 1).unsqueeze(0) for rows in (q_TNH, k_TMH, v_TMH))
+            q, k, v = (rows.transpose(1, 2) for rows in (q_1TNH, k_1TMH, v_1TMH))
             return causal_attention(q, k, v).transpose(1, 2)
         keys, values = self.cache.context(layer, slot, length)
-        sees_all = self.num_rows == 1 and window is None
-        visible = None if sees_all else self._visible_of(start, window, q_TNH.shape[1], keys)
-        return _one_request(q_TNH, keys, values, visible, self.is_row_invariant)
+        if self.num_rows == 1 and window is None and not self.is_row_invariant:
+            # No mask, and with one row there is nothing to transpose either.
+            q_1MGH = q_1TNH.reshape(1, keys.shape[1], -1, keys.shape[3])
+            return attention(q_1MGH, keys, values).view(q_1TNH.shape)
+        visible = self._visible_of(start, window, q_1TNH.shape[2], keys)
+        return _one_request(q_1TNH, keys, values, visible, self.is_row_invariant)
 
-    def _visible_of(self, start: int, window: int | None, num_heads: int, k_MSH: Tensor) -> Tensor:
+    def _visible_of(self, start: int, window: int | None, num_heads: int, k_1MSH: Tensor) -> Tensor:
         key = (start, window)
         if key not in self._visible:
-            key_S = torch.arange(start + self.num_rows, device=k_MSH.device)
+            key_S = torch.arange(start + self.num_rows, device=k_1MSH.device)
             visible_TS = _block_visible(key_S[start:], key_S, window, is_causal=True)
-            self._visible[key] = _per_query_row(visible_TS, num_heads, k_MSH.shape[0], self.is_row_invariant)
+            self._visible[key] = _per_query_row(visible_TS, num_heads, k_1MSH.shape[1], self.is_row_invariant)
         return self._visible[key]
 
 
@@ -226,23 +225,25 @@ class _BlockPerRequest:
         self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor, *, sink_N: Tensor | None = None
     ) -> Tensor:
         mixed = []
-        for index, (slot, length) in enumerate(zip(self._slots, self._lengths, strict=True)):
+        for slot, length, q, k, v in zip(
+            self._slots, self._lengths, q_BTNH.split(1), k_BTMH.split(1), v_BTMH.split(1), strict=True
+        ):
             context_k, context_v = self._cache.context(layer, slot, length)
-            k = torch.cat((context_k, k_BTMH[index].transpose(0, 1)), dim=1)
-            v = torch.cat((context_v, v_BTMH[index].transpose(0, 1)), dim=1)
-            visible = self._visible_of(length, layer, q_BTNH.shape[2], k)
-            mixed.append(_one_request(q_BTNH[index], k, v, visible, self._is_row_invariant, sink_N))
+            keys = torch.cat((context_k, k.transpose(1, 2)), dim=2)
+            values = torch.cat((context_v, v.transpose(1, 2)), dim=2)
+            visible = self._visible_of(length, layer, q.shape[2], keys)
+            mixed.append(_one_request(q, keys, values, visible, self._is_row_invariant, sink_N))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
-    def _visible_of(self, length: int, layer: int, num_heads: int, k_MSH: Tensor) -> Tensor | None:
+    def _visible_of(self, length: int, layer: int, num_heads: int, k_1MSH: Tensor) -> Tensor | None:
         window, is_causal = self._windows[layer], self._causal[layer]
-        if not is_causal and (window is None or window >= k_MSH.shape[1]):
+        if not is_causal and (window is None or window >= k_1MSH.shape[2]):
             return None
         key = (length, window, is_causal)
         if key not in self._visible:
-            key_S = torch.arange(k_MSH.shape[1], device=k_MSH.device)
+            key_S = torch.arange(k_1MSH.shape[2], device=k_1MSH.device)
             visible_QS = _block_visible(key_S[length:], key_S, window, is_causal)
-            self._visible[key] = _per_query_row(visible_QS, num_heads, k_MSH.shape[0], self._is_row_invariant)
+            self._visible[key] = _per_query_row(visible_QS, num_heads, k_1MSH.shape[1], self._is_row_invariant)
         return self._visible[key]
 
 

@@ -24,9 +24,15 @@ class EngineStats:
         num_finished: requests that ended, whatever the reason.
         num_aborted: of them, aborted.
         num_numeric_errors: of them, ended by NaN or infinity in the target's logits.
+        num_dead_ends: of them, ended because their rules left no token.
         num_undrafted: requests that went on without drafts because the drafter has fewer positions than they needed.
         num_impossible_drafts: drafts that their own distribution gave probability 0; anything but 0 is a bug.
         num_spoiled_blocks: blocks run again without drafts because a draft overflowed.
+        num_drafts: drafts that the next block in "adaptive" mode gets; `num_draft_tokens` of the settings before there
+            was one.
+        num_switched_off: how often "adaptive" mode stopped drafting.
+        num_probes: blocks that it drafted while off, to find out whether drafting pays again.
+        num_held_back: drafts that were drawn but not judged, because too little was expected of them.
         num_running: requests in slots.
         num_waiting: requests without a slot.
         num_free_slots: slots without a request.
@@ -48,9 +54,14 @@ class EngineStats:
     num_finished: int
     num_aborted: int
     num_numeric_errors: int
+    num_dead_ends: int
     num_undrafted: int
     num_impossible_drafts: int
     num_spoiled_blocks: int
+    num_drafts: int
+    num_switched_off: int
+    num_probes: int
+    num_held_back: int
     num_running: int
     num_waiting: int
     num_free_slots: int
@@ -66,8 +77,8 @@ class Counters:
 
     def __init__(self, num_draft_tokens: int) -> None:
         self.num_steps = self.num_request_steps = self.num_prefill_tokens = self.num_output_tokens = 0
-        self.num_finished = self.num_aborted = self.num_numeric_errors = 0
-        self.num_undrafted = self.num_impossible_drafts = self.num_spoiled_blocks = 0
+        self.num_finished = self.num_aborted = self.num_numeric_errors = self.num_dead_ends = 0
+        self.num_undrafted = self.num_impossible_drafts = self.num_spoiled_blocks = self.num_held_back = 0
         self.total_step_ms = 0.0
         self.drafted_per_position = [0] * num_draft_tokens
         self.accepted_per_position = [0] * num_draft_tokens

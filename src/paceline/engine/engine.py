@@ -8,32 +8,35 @@ from __future__ import annotations
 
 import itertools
 import logging
-import secrets
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from paceline.checkpoint.contract import DrafterContract
 from paceline.engine.attends import AttentionChoice
 from paceline.engine.cache import KeyValueCache
 from paceline.engine.counters import Counters, EngineStats
-from paceline.engine.output import RequestOutput
+from paceline.engine.draft_budget import DraftSchedule
+from paceline.engine.draft_planner import DraftPlanner
+from paceline.engine.draft_stopper import DraftPlan, DraftStopper
+from paceline.engine.grammar_step import grammar_masks
+from paceline.engine.intake import Intake
+from paceline.engine.make_proposer import make_proposer, refuse_another_target
 from paceline.engine.prefill import PrefillChunk, prefill_chunk
-from paceline.engine.proposal import BlockProposer, Proposer, Rows
-from paceline.engine.request import FinishReason, RequestDelta, RequestResult, SamplingParameters, check_prompt
+from paceline.engine.proposal import Proposer, Rows
+from paceline.engine.request import FinishReason, RequestDelta, RequestResult, SamplingParameters
 from paceline.engine.running import RunningRequest
-from paceline.engine.sequential_proposal import SequentialProposer, spare_positions
+from paceline.engine.sampling import samples_of
 from paceline.engine.settings import EngineSettings, context_length, draft_tokens_per_step
 from paceline.engine.slots import SamplingFlags, SlotState
-from paceline.engine.step import StepBatch, decode_step
-from paceline.errors import CompatibilityError, RequestError
-from paceline.models.drafters.eagle3 import Eagle3Drafter
+from paceline.engine.step import HostStep, StepBatch, decode_step
+from paceline.engine.step_cost import StepCosts
+from paceline.engine.trial_steps import measure_costs
+from paceline.errors import RequestError
 from paceline.models.loading import LoadedDrafter, LoadedTarget
-from paceline.trace.step import RequestTrace
+from paceline.ops.finalise_block import NOT_A_NUMBER
 
 if TYPE_CHECKING:
     from paceline.engine.canary import CanaryReport
@@ -68,7 +71,7 @@ class Engine:
         *,
         proposer: Proposer | None = None,
     ) -> None:
-        _refuse_another_target(target, drafter)
+        refuse_another_target(target, drafter)
         self.settings = settings = settings or EngineSettings()
         self._loaded_target, self._loaded_drafter, self._target = target, drafter, target.model
         weight = target.model.norm.weight
@@ -88,13 +91,17 @@ class Engine:
         )
         self._proposer = proposer
         if drafter is not None and proposer is None:
-            self._proposer = self._own_proposer(drafter, num_draft_tokens, capacity)
+            self._proposer = make_proposer(
+                target, drafter, self._choice, settings, num_draft_tokens=num_draft_tokens, capacity=capacity
+            )
         self._state = SlotState(
             settings.max_num_seqs,
             num_draft_tokens=num_draft_tokens,
             num_candidates=self._proposer.num_candidates if self._proposer is not None else 0,
             device=weight.device,
+            vocab_size=contract.vocab_size,
         )
+        self._intake = Intake(target, max_model_len=self.max_model_len, verify_method=settings.verify_method)
         self._free_slots = list(reversed(range(settings.max_num_seqs)))
         self._waiting: deque[RunningRequest] = deque()
         self._running: list[RunningRequest] = []
@@ -102,34 +109,24 @@ class Engine:
         self._results: OrderedDict[str, RequestResult] = OrderedDict()
         self._names = itertools.count()
         self._counters = Counters(num_draft_tokens)
+        ranges = settings.num_drafts_by_batch_size
+        self._planner = DraftPlanner(
+            num_draft_tokens,
+            schedule=None if ranges is None else DraftSchedule(ranges, num_draft_tokens),
+            measure=self._measure_costs,
+        )
+        self._stopper: DraftStopper | None = None
         self._is_mid_step = False
 
-    def _own_proposer(self, drafter: LoadedDrafter, num_draft_tokens: int, capacity: int) -> Proposer:
-        model, contract = drafter.model, drafter.contract
-        method = self.settings.draft_sample_method or contract.draft_sample_method
-        if isinstance(model, Eagle3Drafter):
-            cache = self._drafter_cache(
-                contract, model.cache_shape, capacity + spare_positions(num_draft_tokens), model.fc.weight
-            )
-            return SequentialProposer(
-                self._target, model, cache, self._choice, num_draft_tokens=num_draft_tokens, method=method
-            )
-        backbone = model.backbone
-        cache = self._drafter_cache(contract, backbone.cache_shape, capacity, backbone.fc.weight)
-        return BlockProposer(self._target, model, cache, self._choice, num_draft_tokens=num_draft_tokens, method=method)
-
-    def _drafter_cache(
-        self, contract: DrafterContract, shape: tuple[int, int], capacity: int, weight: Tensor
-    ) -> KeyValueCache:
-        num_kv_heads, head_size = shape
-        return KeyValueCache(
-            num_layers=contract.num_layers,
-            num_slots=self.settings.max_num_seqs,
-            num_kv_heads=num_kv_heads,
-            capacity=capacity,
-            head_size=head_size,
-            dtype=weight.dtype,
-            device=weight.device,
+    def _measure_costs(self) -> StepCosts:
+        assert self._proposer is not None, "asked for only where something drafts"
+        return measure_costs(
+            self._target,
+            self._proposer,
+            self._cache,
+            self._state,
+            self._choice,
+            max_num_seqs=self.settings.max_num_seqs,
         )
 
     # Requests in and out
@@ -148,34 +145,57 @@ class Engine:
             Its id.
 
         Raises:
-            RequestError: the prompt is empty or too long, a token id is not in the vocabulary, or the id is taken.
+            RequestError: the prompt is empty or too long, a token id is not in the vocabulary, the form of the output
+                cannot be compiled, more than one sample is wanted, or the id is taken.
         """
-        contract = self._loaded_target.contract
-        prompt = check_prompt(prompt_ids, vocab_size=contract.vocab_size, max_model_len=self.max_model_len)
+        if sampling.n != 1:
+            raise RequestError(
+                f"n is {sampling.n}; a request is one sample", hint="Engine.add_samples, or Engine.generate"
+            )
         name = request_id if request_id is not None else f"request-{next(self._names)}"
+        self._queue(self._new_request(name, prompt_ids, sampling))
+        return name
+
+    def add_samples(
+        self, prompt_ids: Sequence[int], sampling: SamplingParameters, request_id: str | None = None
+    ) -> list[str]:
+        """Queue the n samples of a prompt as requests of their own.
+
+        Args:
+            prompt_ids: token ids of the prompt.
+            sampling: of all of them; sample i uses `seed` + i.
+            request_id: made up if None.
+
+        Returns:
+            Their ids, `request_id` followed by "-0", "-1" and so on.
+
+        Raises:
+            RequestError: as for `add_request`; none is then queued.
+        """
+        name = request_id if request_id is not None else f"request-{next(self._names)}"
+        requests = [
+            self._new_request(f"{name}-{index}", prompt_ids, one, sample_index=index)
+            for index, one in enumerate(samples_of(sampling))
+        ]
+        for request in requests:
+            self._queue(request)
+        return [request.request_id for request in requests]
+
+    def _new_request(
+        self, name: str, prompt_ids: Sequence[int], sampling: SamplingParameters, *, sample_index: int = 0
+    ) -> RunningRequest:
         if name in self._requests:
             raise RequestError(f"a request named {name!r} is still running")
-        outside = [token for token in sampling.stop_token_ids if token >= contract.vocab_size]
-        if outside:
-            raise RequestError(f"stop_token_ids holds {outside[0]}; the vocabulary has {contract.vocab_size} ids")
-        self._results.pop(name, None)
-        request = RunningRequest(
-            request_id=name,
-            prompt_ids=prompt,
-            sampling=sampling,
-            seed=sampling.seed if sampling.seed is not None else secrets.randbits(64) - 2**63,
-            output=RequestOutput(
-                self._loaded_target.tokenizer,
-                sampling,
-                max_tokens=min(sampling.max_tokens, self.max_model_len - len(prompt)),
-                target_stop_ids=contract.stop_token_ids,
-            ),
-            trace=RequestTrace(name, len(prompt), method=self._proposer.name if self._proposer else "plain"),
-            flags=SamplingFlags.of([sampling]),
+        mode = sampling.draft_length or self.settings.draft_length
+        draft_method = self._proposer.name if self._proposer is not None and mode != "off" else "plain"
+        return self._intake.new_request(
+            name, prompt_ids, sampling, draft_method=draft_method, sample_index=sample_index
         )
-        self._requests[name] = request
+
+    def _queue(self, request: RunningRequest) -> None:
+        self._results.pop(request.request_id, None)
+        self._requests[request.request_id] = request
         self._waiting.append(request)
-        return name
 
     def abort(self, request_id: str) -> None:
         """End a request now and free its slot; what it delivered stays available. Unknown and ended ids are ignored."""
@@ -210,6 +230,9 @@ class Engine:
             prompts: token ids of each.
             sampling: for all of them, or one each.
 
+        Returns:
+            The results by prompt; those of a prompt's n samples follow each other.
+
         Raises:
             RequestError: a request cannot be served; none is then started.
         """
@@ -220,7 +243,10 @@ class Engine:
         finished: dict[str, RequestResult] = {}
         try:
             for prompt, parameters in zip(prompts, each, strict=True):
-                names[self.add_request(prompt, parameters)] = None
+                if parameters.n == 1:
+                    names[self.add_request(prompt, parameters)] = None
+                else:
+                    names.update(dict.fromkeys(self.add_samples(prompt, parameters)))
             while len(finished) < len(names):
                 for delta in self.step():
                     if delta.finish_reason is not None and delta.request_id in names:
@@ -247,7 +273,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters since the engine was made."""
-        counters = self._counters
+        counters, controller = self._counters, self._planner.controller
         drafter_cache = self._proposer.cache if self._proposer is not None else None
         return EngineStats(
             num_steps=counters.num_steps,
@@ -261,9 +287,14 @@ class Engine:
             num_finished=counters.num_finished,
             num_aborted=counters.num_aborted,
             num_numeric_errors=counters.num_numeric_errors,
+            num_dead_ends=counters.num_dead_ends,
             num_undrafted=counters.num_undrafted,
             num_impossible_drafts=counters.num_impossible_drafts,
             num_spoiled_blocks=counters.num_spoiled_blocks,
+            num_drafts=controller.num_drafts if controller is not None else self._planner.num_draft_tokens,
+            num_switched_off=controller.num_switched_off if controller is not None else 0,
+            num_probes=controller.num_probes if controller is not None else 0,
+            num_held_back=counters.num_held_back,
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             num_free_slots=len(self._free_slots),
@@ -314,13 +345,19 @@ class Engine:
         for request in list(self._running):
             if request.finish_reason is not None:
                 self._finish(request, request.finish_reason)
-            elif request.is_decoding:
-                self._restore(request)
+                continue
+            self._restore(request)
+            request.grammar = self._intake.start_grammar(request.sampling)
+            if request.grammar is not None:
+                request.grammar.advance(request.output.token_ids)
 
     def _restore(self, request: RunningRequest) -> None:
         assert request.slot is not None, "only admitted requests have a state on the device"
         num_steps, token_ids = len(request.trace.records), request.output.token_ids
-        self._state.restore(request.slot, length=request.num_cached, anchor=token_ids[-1], step=num_steps)
+        request.num_drawn = request.num_waiting = 0
+        self._state.tokens.restore(request.slot, request.prompt_ids, token_ids)
+        if request.is_decoding:
+            self._state.restore(request.slot, length=request.num_cached, anchor=token_ids[-1], step=num_steps)
 
     def _retry_without_drafts(self, request: RunningRequest) -> None:
         """A block with NaN or infinity says nothing of the request itself: run its anchor again, alone."""
@@ -334,11 +371,25 @@ class Engine:
             request = self._waiting[0]
             if request.slot is None:
                 request.slot = self._free_slots.pop()
-            self._state.admit(request.slot, request.sampling, request.seed)
-            request.is_drafted = self._proposer is not None
+            self._state.admit(
+                request.slot,
+                request.sampling,
+                request.seed,
+                limits=request.limits,
+                prompt_ids=request.prompt_ids,
+            )
+            request.draft_length = request.sampling.draft_length or self.settings.draft_length
+            request.is_drafted = self._proposer is not None and request.draft_length != "off"
+            if request.is_drafted and request.draft_length == "adaptive":
+                self._prepare_adapting()
             request.admitted_s = time.perf_counter()
             self._stop_drafting_beyond(request, len(request.prompt_ids))
             self._running.append(self._waiting.popleft())
+
+    def _prepare_adapting(self) -> None:
+        self._planner.prepare()
+        if self._stopper is None:
+            self._stopper = DraftStopper(self.settings.max_num_seqs, self._planner.num_draft_tokens, self._state.device)
 
     def _prefill(self) -> list[RequestDelta]:
         deltas: list[RequestDelta] = []
@@ -366,16 +417,21 @@ class Engine:
             start=start,
             next_id=request.prompt_ids[end] if end < len(request.prompt_ids) else None,
             flags=request.flags,
-            proposes=request.output.max_tokens > 1,
+            plan=self._plan([request]) if end == len(request.prompt_ids) and request.output.max_tokens > 1 else None,
+            stopper=self._stopper,
+            verify_method=self.settings.verify_method,
+            grammar_mask_BLW=grammar_masks([request], self._state, 1) if end == len(request.prompt_ids) else None,
         )
         proposer = self._proposer if request.is_drafted else None
-        first_token = prefill_chunk(self._target, proposer, self._cache, self._state, self._choice, chunk)
+        first = prefill_chunk(self._target, proposer, self._cache, self._state, self._choice, chunk)
         self._counters.num_prefill_tokens += end - start
         request.trace.prefill_ms += (time.perf_counter() - started_s) * 1e3
-        if first_token is None:
+        if first is None:
             request.num_prefilled = end
             return None
-        return self._passed_on(request, request.take_first(first_token))
+        request.num_drawn = chunk.plan.most if chunk.plan is not None else 0
+        request.num_waiting = first.num_waiting
+        return self._passed_on(request, request.take_first(first))
 
     def _decode(self) -> list[RequestDelta]:
         requests = [request for request in self._running if request.is_decoding]
@@ -389,13 +445,16 @@ class Engine:
         self._counters.num_steps += 1
         self._counters.total_step_ms += step_ms
         deltas = []
-        for request, step in zip(requests, steps, strict=True):
+        assert batch.plan is not None, "every batch has one"
+        for request, step, num_drawn in zip(requests, steps, batch.plan.num_drafts, strict=True):
             delta = request.take_step(step, step_ms)
+            self._observe(request, step)
+            request.num_drawn, request.num_waiting = num_drawn, step.num_waiting
             self._counters.num_impossible_drafts += step.num_zero_q
             self._stop_drafting_beyond(request, request.num_cached)
-            if step.is_bad and request.finish_reason is None:
+            if step.fault == NOT_A_NUMBER and request.finish_reason is None:
                 self._retry_without_drafts(request)
-            elif step.is_bad:
+            elif step.fault == NOT_A_NUMBER:
                 request.has_bad_numbers = True  # it ended within its block, but the rows behind may hold anything
             deltas.append(self._passed_on(request, delta))
         return deltas
@@ -403,14 +462,35 @@ class Engine:
     def _batch(self, requests: list[RunningRequest]) -> StepBatch:
         slots = [request.slot for request in requests if request.slot is not None]
         starts = [request.num_cached for request in requests]
-        proposer = self._proposer if any(request.is_drafted for request in requests) else None
-        num_rows = 1 + (proposer.num_draft_tokens if proposer is not None else 0)
+        # Rows are as many as the longest waiting block needs; the blocks drafted next may be of another length.
+        num_rows = 1 + max(request.num_waiting for request in requests)
         device = self._state.device
         return StepBatch(
             rows=Rows(slots, torch.tensor(slots, device=device), starts, torch.tensor(starts, device=device), num_rows),
             flags=SamplingFlags.of([request.sampling for request in requests]),
-            writes_context=proposer is not None,
-            proposes=proposer is not None,
+            writes_context=any(request.is_drafted for request in requests),
+            plan=self._plan(requests),
+            verify_method=self.settings.verify_method,
+            stopper=self._stopper,
+            grammar_mask_BTW=grammar_masks(requests, self._state, num_rows),
+        )
+
+    def _plan(self, requests: list[RunningRequest]) -> DraftPlan:
+        return self._planner.plan(
+            [request.draft_length if request.is_drafted else "off" for request in requests],
+            teaches=[not request.has_token_rules for request in requests],
+            num_requests=max(1, sum(request.is_decoding for request in self._running)),
+        )
+
+    def _observe(self, request: RunningRequest, step: HostStep) -> None:
+        """Let the planner learn from a block that was judged."""
+        num_judged = len(step.draft_ids)
+        if step.fault == NOT_A_NUMBER and num_judged > 0:
+            return  # it is run again without drafts
+        if request.draft_length == "adaptive":
+            self._counters.num_held_back += request.num_drawn - request.num_waiting
+        self._planner.observe(
+            request.draft_length, num_drawn=request.num_drawn, num_judged=num_judged, num_accepted=step.num_accepted
         )
 
     def _stop_drafting_beyond(self, request: RunningRequest, length: int) -> None:
@@ -453,20 +533,11 @@ class Engine:
             self._results.popitem(last=False)
         self._counters.num_finished += 1
         self._counters.num_aborted += reason == "abort"
-        self._counters.num_numeric_errors += reason == "error"
+        self._counters.num_numeric_errors += reason == "error" and request.has_bad_numbers
+        self._counters.num_dead_ends += reason == "error" and not request.has_bad_numbers
 
     def _clear_rows(self, slot: int, start: int) -> None:
         """A masked key counts nothing, but a masked NaN spoils the sum, so none may wait where a batch reads."""
         self._cache.clear_rows(slot, start)
         if self._proposer is not None and self._proposer.cache is not None:
             self._proposer.cache.clear_rows(slot, start)
-
-
-def _refuse_another_target(target: LoadedTarget, drafter: LoadedDrafter | None) -> None:
-    """A drafter that was checked on one target may fit no other, however equal their sizes."""
-    if drafter is not None and drafter.checked_on is not None and drafter.checked_on is not target.model:
-        raise CompatibilityError(
-            "the drafter was loaded for another target than this engine's; what was checked there says nothing here",
-            origin={"drafter": drafter.contract.origin, "target": target.contract.origin},
-            hint="load_drafter(name, target) with this engine's target",
-        )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from paceline.engine.admission import stop_ids_of
 from paceline.engine.request import FinishReason, SamplingParameters
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -125,8 +126,9 @@ class Extension:
 class RequestOutput:
     """Tokens and text of one request, and the rules of where it ends.
 
-    The end is the first in token order of: a stop token, the token that completes a stop text, the token that uses up
-    the budget. At the same token a stop beats the budget.
+    The end is the first in token order of: a stop token, the token that completes a stop text, the token that completes
+    the request's grammar, the token that uses up the budget. At the same token a stop beats the budget. The first
+    `min_tokens` tokens complete no stop.
 
     Args:
         tokenizer: decodes ids.
@@ -138,10 +140,10 @@ class RequestOutput:
     def __init__(
         self, tokenizer: TextDecoder, sampling: SamplingParameters, *, max_tokens: int, target_stop_ids: Sequence[int]
     ) -> None:
-        own = () if sampling.ignore_eos else tuple(target_stop_ids)
         self.token_ids: list[int] = []
         self.max_tokens = max_tokens
-        self._stop_ids = frozenset(own + sampling.stop_token_ids)
+        self._min_tokens = sampling.min_tokens
+        self._stop_ids = frozenset(stop_ids_of(sampling, target_stop_ids))
         self._stops = sampling.stop
         self._shows_stop = sampling.include_stop_str_in_output
         self._decoder = IncrementalDecoder(tokenizer)
@@ -158,25 +160,36 @@ class RequestOutput:
         """Tokens left in the budget."""
         return self.max_tokens - len(self.token_ids)
 
-    def extend(self, token_ids: Sequence[int]) -> Extension:
-        """Take in tokens, as many as count."""
+    def extend(self, token_ids: Sequence[int], *, is_complete: bool = False) -> Extension:
+        """Take in tokens, as many as count.
+
+        Args:
+            token_ids: in order.
+            is_complete: the last of them completes the request's grammar.
+        """
         kept = list(token_ids[: self.num_remaining])
         reason: FinishReason | None = "length" if len(kept) == self.num_remaining else None
+        if is_complete and len(kept) == len(token_ids):
+            reason = "stop"
         stop_reason: int | str | None = None
-        for index, token in enumerate(kept):
+        num_unchecked = max(0, self._min_tokens - len(self.token_ids))
+        for index, token in enumerate(kept[num_unchecked:], num_unchecked):
             if token in self._stop_ids:
                 kept, reason, stop_reason = kept[: index + 1], "stop", token
                 break
         hides_last = stop_reason is not None and not self._shows_stop
+        shown = kept[:-1] if hides_last else kept
         if self._stops:
-            pushed = self._push_until_stop(kept[:-1] if hides_last else kept)
+            self._pending += self._decoder.push(shown[:num_unchecked])
+            pushed = self._push_until_stop(shown[num_unchecked:])
             if pushed is not None:
                 num_kept, stop, text = pushed
+                num_kept += num_unchecked
                 self.token_ids.extend(kept[:num_kept])
                 self._shown.append(text)
                 return Extension(num_kept, text, "stop", stop)
         else:
-            self._pending += self._decoder.push(kept[:-1] if hides_last else kept)
+            self._pending += self._decoder.push(shown)
         self.token_ids.extend(kept)
         return replace(
             self._give_out(is_final=reason is not None),
@@ -213,5 +226,5 @@ class RequestOutput:
             if match is not None:
                 return index + 1, match.stop, self._pending[: match.end if self._shows_stop else match.start]
         # A tokenizer whose text depends on how it is cut: the stop exists only in the whole.
-        match = find_stop(self._pending, self._stops)
+        match = find_stop(self._pending, self._stops, from_index=len(before))
         return None if match is None else (len(token_ids), match.stop, self._pending[: match.start])

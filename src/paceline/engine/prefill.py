@@ -1,6 +1,6 @@
 """The prompt pass: chunk by chunk through the target, context keys for every chunk, then the first token and block.
 
-B = 1 request, C rows of a chunk, V vocabulary.
+B = 1 request, C rows of a chunk, V vocabulary, W mask words.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from paceline.engine.attends import AttentionChoice
 from paceline.engine.cache import KeyValueCache
+from paceline.engine.draft_stopper import DraftPlan, DraftStopper
 from paceline.engine.proposal import Proposer, Rows
 from paceline.engine.slots import SamplingFlags, SlotState
-from paceline.engine.step import run_rows
+from paceline.engine.step import HostStep, StepOutput, draft_next, run_rows
 from paceline.engine.verifier import judge
 from paceline.models.drafters.proposal import Proposal
 from paceline.models.targets.dense import DenseTarget
+from paceline.ops.acceptance import VerifyMethod
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,10 @@ class PrefillChunk:
         next_id: the prompt token after this chunk; None where the prompt ends, so that the chunk's last row gives the
             first new token.
         flags: the request's sampling settings.
-        proposes: draft a first block; meaningful on the last chunk.
+        plan: the first block, drafted behind the last chunk; None drafts nothing.
+        stopper: as for a decode step.
+        verify_method: of the engine; without drafts all of them draw alike.
+        grammar_mask_BLW: int32 [1, 1, W], what the first token may be; None without a grammar.
     """
 
     slot: int
@@ -39,7 +45,10 @@ class PrefillChunk:
     start: int
     next_id: int | None
     flags: SamplingFlags
-    proposes: bool
+    plan: DraftPlan | None = None
+    stopper: DraftStopper | None = None
+    verify_method: VerifyMethod = "standard"
+    grammar_mask_BLW: Tensor | None = None
 
 
 def prefill_chunk(
@@ -49,8 +58,8 @@ def prefill_chunk(
     state: SlotState,
     choice: AttentionChoice,
     chunk: PrefillChunk,
-) -> int | None:
-    """Run one chunk; running it twice does no harm.
+) -> HostStep | None:
+    """Run one chunk; running it twice does no harm, but for histories that rules read: restore them before.
 
     Args:
         target: the model that decides.
@@ -61,7 +70,7 @@ def prefill_chunk(
         chunk: which rows.
 
     Returns:
-        The first new token after the last chunk, -1 if its logits held NaN or infinity; None before the last chunk.
+        The first new token after the last chunk, as a step without drafts; None before the last chunk.
     """
     slots_B = torch.tensor([chunk.slot], device=state.device)
     starts_B = torch.tensor([chunk.start], device=state.device)
@@ -77,11 +86,24 @@ def prefill_chunk(
         return None
     no_drafts = Proposal(slots_B.new_empty(1, 0))
     logits_B1V = target.logits(hidden_BCD[:, -1:])
-    verified = judge(logits_B1V, no_drafts, state, slots_B, ends_B - 1, chunk.flags)
+    judged = judge(
+        logits_B1V,
+        no_drafts,
+        state,
+        slots_B,
+        ends_B - 1,
+        chunk.flags,
+        method=chunk.verify_method,
+        grammar_mask_BLW=chunk.grammar_mask_BLW,
+    )
+    first_ids_B = judged.verified.bonus_ids_B
     state.lengths[slots_B] = length
-    state.anchors[slots_B] = verified.bonus_ids_B
+    state.anchors[slots_B] = first_ids_B
+    state.tokens.extend(slots_B, judged.tokens_BL, chunk.flags)
     if proposer is not None:
-        proposer.settle(rows, token_ids_BC, ends_B, verified.bonus_ids_B)
-    if proposer is not None and chunk.proposes:
-        state.store_proposal(slots_B, proposer.propose(rows, state, all_greedy=chunk.flags.all_greedy))
-    return int(verified.bonus_ids_B)
+        proposer.settle(rows, token_ids_BC, ends_B, first_ids_B)
+    num_waiting_B = torch.zeros_like(starts_B)
+    if proposer is not None and chunk.plan is not None and chunk.plan.most > 0:
+        num_waiting_B = draft_next(proposer, state, rows, chunk.plan, chunk.stopper, chunk.flags)
+    (first,) = StepOutput.of(judged, no_drafts.ids_BK, num_waiting_B).to_host()
+    return first

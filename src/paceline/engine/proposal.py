@@ -81,8 +81,18 @@ class Proposer(Protocol):
         """
         ...
 
-    def propose(self, rows: Rows, state: SlotState, *, all_greedy: bool) -> Proposal:
-        """Draft the block after each request's anchor; `state` is committed, so anchors sit at `state.lengths`."""
+    def propose(self, rows: Rows, state: SlotState, *, all_greedy: bool, num_drafts: int | None = None) -> Proposal:
+        """Draft the block after each request's anchor; `state` is committed, so anchors sit at `state.lengths`.
+
+        Args:
+            rows: as settled.
+            state: where each request stands.
+            all_greedy: no request of the batch samples.
+            num_drafts: 1 to K; None is K. It was chosen before anything of the block was computed. Fewer cost less:
+                mask rows at a block's end, or passes, are left out.
+        Returns:
+            `num_drafts` drafts per request.
+        """
         ...
 
 
@@ -99,6 +109,7 @@ class BlockProposer:
         choice: form of attention.
         num_draft_tokens: K; fewer than trained drops mask rows from the block's end.
         method: how drafts are drawn from the drafter's logits.
+        is_coupled: draw with the target's own noise, for verification by equality.
     """
 
     def __init__(
@@ -110,18 +121,19 @@ class BlockProposer:
         *,
         num_draft_tokens: int,
         method: DraftSampleMethod,
+        is_coupled: bool = False,
     ) -> None:
         contract = drafter.contract
         self._target, self._drafter, self._cache, self._choice = target, drafter, cache, choice
         self._method: DraftSampleMethod = method
+        self._is_coupled = is_coupled
         self.name = f"{contract.family}/{method}"
         self.num_draft_tokens = num_draft_tokens
         self.num_candidates = drafter.num_candidates if method == "probabilistic" else 0
         self.max_positions = min(contract.max_position_embeddings, drafter.backbone.position_table.shape[0])
         self.target_layer_ids = contract.target_layer_ids
         self.aux_hidden_stream: AuxHiddenStream = contract.aux_hidden_stream
-        self._num_rows = drafter.num_rows(num_draft_tokens)
-        self._offsets_Q = torch.arange(self._num_rows, device=cache.planes.device)
+        self._offsets_Q = torch.arange(drafter.num_rows(num_draft_tokens), device=cache.planes.device)
 
     @property
     def cache(self) -> KeyValueCache:
@@ -148,12 +160,14 @@ class BlockProposer:
     def settle(self, rows: Rows, token_ids_BT: Tensor, ends_B: Tensor, next_ids_B: Tensor) -> None:
         """Context keys depend on taps alone, so they are final as written."""
 
-    def propose(self, rows: Rows, state: SlotState, *, all_greedy: bool) -> Proposal:
+    def propose(self, rows: Rows, state: SlotState, *, all_greedy: bool, num_drafts: int | None = None) -> Proposal:
         """One pass of the drafter over [anchor, mask, ...] of every request."""
+        num_drafts = self.num_draft_tokens if num_drafts is None else num_drafts
         lengths_B = state.lengths[rows.slots_B]
         anchors_B = state.anchors[rows.slots_B].clamp(min=0)
-        positions_BQ = lengths_B.unsqueeze(1) + self._offsets_Q
-        hidden_BQD = self._run_block(rows, anchors_B, lengths_B, positions_BQ)
+        positions_BQ = lengths_B.unsqueeze(1) + self._offsets_Q[: self._drafter.num_rows(num_drafts)]
+        block_ids_BQ = self._drafter.block_ids(anchors_B, num_drafts)
+        hidden_BQD = self._run_block(rows, block_ids_BQ, lengths_B, positions_BQ)
         hidden_BKD = self._drafter.predicted_rows(hidden_BQD).to(self._target.norm.weight.dtype)
         settings = state.sampling_rows(rows.slots_B)
         sampling = DraftSampling(
@@ -162,6 +176,7 @@ class BlockProposer:
             seed_B=settings.seed_B,
             position_B=lengths_B,
             step_B=state.steps[rows.slots_B],
+            is_coupled=self._is_coupled,
         )
         proposal = self._drafter.propose(
             hidden_BKD, self._drafter.logits(hidden_BKD, self._target), anchors_B, sampling
@@ -169,10 +184,9 @@ class BlockProposer:
         fits_B = positions_BQ[:, -1] < self.max_positions  # the last predicted token needs no position of its own
         return proposal._replace(ids_BK=proposal.ids_BK.masked_fill(~fits_B.unsqueeze(1), NO_TOKEN))
 
-    def _run_block(self, rows: Rows, anchors_B: Tensor, lengths_B: Tensor, positions_BQ: Tensor) -> Tensor:
+    def _run_block(self, rows: Rows, block_ids_BQ: Tensor, lengths_B: Tensor, positions_BQ: Tensor) -> Tensor:
         contract = self._drafter.contract
         backbone = self._drafter.backbone
-        block_ids_BQ = self._drafter.block_ids(anchors_B, self.num_draft_tokens)
         embeddings_BQD = self._drafter.embed(block_ids_BQ, self._target).to(backbone.fc.weight.dtype)
         attend = attend_block(
             self._cache,
@@ -181,7 +195,7 @@ class BlockProposer:
             slots_B=rows.slots_B,
             lengths_B=lengths_B,
             max_length=max(rows.starts) + rows.num_rows,
-            num_rows=self._num_rows,
+            num_rows=block_ids_BQ.shape[1],
             windows=contract.layer_windows,
             causal=contract.layer_causal,
         )

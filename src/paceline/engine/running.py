@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
+from paceline.engine.admission import TokenLimits
+from paceline.engine.draft_length import DraftLengthMode
 from paceline.engine.output import Extension, RequestOutput
-from paceline.engine.request import FinishReason, RequestDelta, RequestResult, SamplingParameters
-from paceline.engine.slots import SamplingFlags
+from paceline.engine.request import FinishReason, RequestDelta, RequestResult, SamplingParameters, TokenLogprobs
+from paceline.engine.sampling_flags import SamplingFlags
 from paceline.engine.step import HostStep
+from paceline.ops.acceptance import VerifyMethod, is_lossless
+from paceline.ops.finalise_block import NOT_A_NUMBER, NOTHING_LEFT
 from paceline.trace.step import RequestTrace, StepRecord
 
+if TYPE_CHECKING:
+    from paceline.engine.grammar import GrammarState
 
-@dataclass
+
+@dataclass(eq=False)  # a request is itself; comparing all fields would make a long queue slow
 class RunningRequest:
     """A request that was accepted and has not ended.
 
@@ -24,12 +32,22 @@ class RunningRequest:
         output: its tokens and text.
         trace: its steps.
         flags: its sampling settings, summarised.
+        limits: its rules on tokens.
+        grammar: where it stands in the form its text must have; None if it has none.
+        sample_index: which of its prompt's samples it is.
+        verify_method: how its drafts are judged.
         slot: None while it waits.
         num_prefilled: prompt tokens run so far.
+        draft_length: its mode.
         is_drafted: whether drafts are made for it; once false, false for good.
+        num_drawn: drafts drawn for its next step.
+        num_waiting: of them, those that were not held back; what its next step verifies.
         has_bad_numbers: whether its logits held NaN or infinity.
+        grammar_error: why its grammar allows nothing, if it once does not.
         admitted_s: when it got its slot, on the performance counter.
-        stop_reason: the stop token or text that ended it.
+        stop_reason: the stop token or stop text that ended it.
+        error: what happened, where it ends with the reason "error".
+        logprobs: one entry per delivered token, if any were asked for.
     """
 
     request_id: str
@@ -39,13 +57,23 @@ class RunningRequest:
     output: RequestOutput
     trace: RequestTrace
     flags: SamplingFlags
+    limits: TokenLimits = field(default_factory=TokenLimits)
+    grammar: GrammarState | None = None
+    sample_index: int = 0
+    verify_method: VerifyMethod = "standard"
     slot: int | None = None
     num_prefilled: int = 0
+    draft_length: DraftLengthMode = "fixed"
     is_drafted: bool = False
+    num_drawn: int = 0
+    num_waiting: int = 0
     has_bad_numbers: bool = False
+    grammar_error: str | None = None
     admitted_s: float | None = None
     stop_reason: int | str | None = None
     finish_reason: FinishReason | None = None
+    error: str | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def is_decoding(self) -> bool:
@@ -57,13 +85,18 @@ class RunningRequest:
         """n while decoding: everything but the last emitted token has been run."""
         return len(self.prompt_ids) + len(self.output.token_ids) - 1
 
-    def take_first(self, token_id: int) -> RequestDelta:
-        """Take in the token that the prompt pass gave; -1 for none."""
-        self.has_bad_numbers = token_id < 0
-        extension = self.output.extend([] if self.has_bad_numbers else [token_id])
+    @property
+    def has_token_rules(self) -> bool:
+        """Whether drafts may be refused for what the target alone knows."""
+        return self.grammar is not None or self.limits != TokenLimits()
+
+    def take_first(self, step: HostStep) -> RequestDelta:
+        """Take in the token that the prompt pass gave, if it gave one."""
+        self.has_bad_numbers = step.fault == NOT_A_NUMBER
+        extension = self._extend(step)
         self.num_prefilled = len(self.prompt_ids)
-        self.trace.first_token_id = None if self.has_bad_numbers else token_id
-        return self._delta(extension, tuple(self.output.token_ids), None)
+        self.trace.first_token_id = next(iter(self.output.token_ids), None)
+        return self._delta(extension, step, None)
 
     def take_step(self, step: HostStep, step_ms: float) -> RequestDelta:
         """Take in one decode step: keep what counts, and record both what was verified and what was kept.
@@ -72,10 +105,9 @@ class RunningRequest:
         be sound. So numbers are the request's own fault only in a step without drafts.
         """
         anchor_position, anchor_id = self.num_cached, self.output.token_ids[-1]
-        token_ids = step.token_ids
-        self.has_bad_numbers = step.is_bad and not step.draft_ids
-        extension = self.output.extend(token_ids)
-        kept = tuple(token_ids[: extension.num_kept])
+        self.has_bad_numbers = step.fault == NOT_A_NUMBER and not step.draft_ids
+        extension = self._extend(step)
+        kept = tuple(step.token_ids[: extension.num_kept])
         record = StepRecord(
             request_id=self.request_id,
             step_index=len(self.trace.records),
@@ -89,14 +121,53 @@ class RunningRequest:
             step_ms=step_ms,
         )
         self.trace.records.append(record)
-        return self._delta(extension, kept, record)
+        return self._delta(extension, step, record)
 
-    def _delta(self, extension: Extension, kept: tuple[int, ...], record: StepRecord | None) -> RequestDelta:
+    def _extend(self, step: HostStep) -> Extension:
+        """Hand tokens to the output, as far as the grammar goes."""
+        token_ids = step.token_ids
+        if self.grammar is None:
+            return self.output.extend(token_ids)
+        for index, token in enumerate(token_ids):
+            self.grammar.advance((token,))
+            if self.grammar.is_finished:
+                # Nothing but a stop could follow. Ending right here gives the same tokens wherever blocks end.
+                return self.output.extend(token_ids[: index + 1], is_complete=True)
+        return self.output.extend(token_ids)
+
+    def _delta(self, extension: Extension, step: HostStep, record: StepRecord | None) -> RequestDelta:
         reason, text = extension.finish_reason, extension.text
-        if reason is None and self.has_bad_numbers:
+        if reason is None and (self.has_bad_numbers or step.fault == NOTHING_LEFT):
             reason, text = "error", text + self.output.finish()
+            self.error = self._fault_text()
+        kept = tuple(step.token_ids[: extension.num_kept])
+        logprobs = self._kept_logprobs(step, extension.num_kept)
+        self.logprobs.extend(logprobs or ())
         self.stop_reason, self.finish_reason = extension.stop_reason, reason
-        return RequestDelta(self.request_id, kept, text, reason, record)
+        return RequestDelta(self.request_id, kept, text, reason, record, logprobs)
+
+    def _kept_logprobs(self, step: HostStep, num_kept: int) -> tuple[TokenLogprobs, ...] | None:
+        """As many best tokens as this request asked for; a neighbour may have asked for more."""
+        num_top = self.sampling.logprobs
+        if num_top is None:
+            return None
+        entries = step.logprobs[self.sampling.logprobs_mode][:num_kept]
+        return tuple(replace(entry, top=entry.top[:num_top]) for entry in entries)
+
+    def _fault_text(self) -> str:
+        position = len(self.prompt_ids) + len(self.output.token_ids)
+        if self.has_bad_numbers:
+            return f"numbers: the target's logits for position {position} hold NaN or infinity"
+        wanted = self.sampling
+        rules = {
+            "structured_output": wanted.structured_output is not None,
+            "allowed_token_ids": wanted.allowed_token_ids is not None,
+            "min_tokens": len(self.output.token_ids) < wanted.min_tokens,
+            "bad_words": bool(wanted.bad_words),
+        }
+        names = ", ".join(name for name, is_used in rules.items() if is_used) or "the target's own logits"
+        reason = f" ({self.grammar_error})" if self.grammar_error is not None else ""
+        return f"no token is allowed: {names} left none for position {position}{reason}"
 
     def result(self, reason: FinishReason) -> RequestResult:
         """Close the trace and give the final record."""
@@ -111,4 +182,9 @@ class RunningRequest:
             finish_reason=reason,
             stop_reason=self.stop_reason,
             trace=self.trace,
+            logprobs=tuple(self.logprobs) if self.sampling.logprobs is not None else None,
+            error=self.error,
+            sample_index=self.sample_index,
+            verify_method=self.verify_method,
+            is_lossless=is_lossless(self.verify_method),
         )

@@ -58,6 +58,7 @@ class SequentialProposer:
         choice: form of attention.
         num_draft_tokens: K, any number; more than trained costs time and is seldom accepted.
         method: how drafts are drawn from the drafter's logits.
+        is_coupled: draw with the target's own noise, for verification by equality.
     """
 
     def __init__(
@@ -69,10 +70,12 @@ class SequentialProposer:
         *,
         num_draft_tokens: int,
         method: DraftSampleMethod,
+        is_coupled: bool = False,
     ) -> None:
         contract = drafter.contract
         self._target, self._drafter, self._cache, self._choice = target, drafter, cache, choice
         self._method: DraftSampleMethod = method
+        self._is_coupled = is_coupled
         self.name = f"{contract.family}/{method}"
         self.num_draft_tokens = num_draft_tokens
         self.num_candidates = min(MAX_CANDIDATES, contract.draft_vocab_size) if method == "probabilistic" else 0
@@ -105,8 +108,9 @@ class SequentialProposer:
         index_B1D = last_B1.unsqueeze(2).expand(-1, 1, out_BTD.shape[2])
         self._settled = _Settled(rows, out_BTD.gather(1, index_B1D), recycled_BTD.gather(1, index_B1D))
 
-    def propose(self, rows: Rows, state: SlotState, *, all_greedy: bool) -> Proposal:
-        """K drafts per request, each drawn before the next is scored."""
+    def propose(self, rows: Rows, state: SlotState, *, all_greedy: bool, num_drafts: int | None = None) -> Proposal:
+        """One pass per draft, each drawn before the next is scored; the first pass was `settle`'s."""
+        num_drafts = self.num_draft_tokens if num_drafts is None else num_drafts
         settled = self._settled
         assert settled is not None and settled.rows is rows, "propose follows settle of the same rows"
         lengths_B = state.lengths[rows.slots_B]
@@ -117,18 +121,19 @@ class SequentialProposer:
             seed_B=settings.seed_B,
             position_B=lengths_B,
             step_B=state.steps[rows.slots_B],
+            is_coupled=self._is_coupled,
         )
         out_B1D, hidden_B1D = settled.out_B1D, settled.recycled_B1D
         row = self._last_rows(rows, lengths_B)
         drafts: list[Proposal] = []
-        for k in range(self.num_draft_tokens):
+        for k in range(num_drafts):
             if k > 0:
                 row = Rows(row.slots, row.slots_B, [start + 1 for start in row.starts], row.starts_B + 1, 1)
                 out_B1D, hidden_B1D = self._run(row, drafts[-1].ids_BK, hidden_B1D)
             logits_B1V = self._drafter.logits(out_B1D.to(self._target.norm.weight.dtype), self._target)
             drafts.append(draw_rows(logits_B1V, sampling, self._drafter.vocabulary, first=k))
         proposal = join_rows(drafts)
-        fits_B = lengths_B + self.num_draft_tokens < self.max_positions  # the engine's own limit, see BlockProposer
+        fits_B = lengths_B + num_drafts < self.max_positions  # the engine's own limit, see BlockProposer
         return proposal._replace(ids_BK=proposal.ids_BK.masked_fill(~fits_B.unsqueeze(1), NO_TOKEN))
 
     def _last_rows(self, rows: Rows, lengths_B: Tensor) -> Rows:

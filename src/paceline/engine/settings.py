@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.checkpoint.contract import DraftSampleMethod
+from paceline.engine.draft_budget import DraftSchedule
+from paceline.engine.draft_length import DRAFT_LENGTH_MODES, DraftLengthMode
 from paceline.engine.proposal import Proposer
 from paceline.errors import ConfigError
 from paceline.models.loading import LoadedDrafter, LoadedTarget
+from paceline.ops.acceptance import VERIFY_METHODS, VerifyMethod
 
 DEFAULT_MAX_MODEL_LEN = 2048
 
@@ -24,6 +27,14 @@ class EngineSettings:
             than it was trained for; one that goes token by token makes any number.
         draft_sample_method: None is the drafter's own.
         prefill_chunk_size: prompt tokens per target pass, and per step while others decode.
+        verify_method: how drafts are judged, see `ops/acceptance.py`; all methods leave the distribution alone.
+        draft_length: "off" drafts nothing, "fixed" always `num_draft_tokens`, "adaptive" what pays by recent acceptance
+            and by step costs measured on the spot; a request may ask for another mode. Greedy text is the same in all
+            of them. Sampled text is from the same distribution; where it has to be the very same for a seed, too, take
+            verify_method "match" or "coupled".
+        num_drafts_by_batch_size: (first, last, drafts), the first two inclusive: at most so many drafts per request in
+            a step of so many requests. The first range begins at 1; gaps and what lies behind keep the number before
+            them. None sets no limit.
     """
 
     max_num_seqs: int = 8
@@ -31,6 +42,9 @@ class EngineSettings:
     num_draft_tokens: int | None = None
     draft_sample_method: DraftSampleMethod | None = None
     prefill_chunk_size: int = 512
+    verify_method: VerifyMethod = "standard"
+    draft_length: DraftLengthMode = "fixed"
+    num_drafts_by_batch_size: tuple[tuple[int, int, int], ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_model_len", "num_draft_tokens", "prefill_chunk_size"):
@@ -39,6 +53,17 @@ class EngineSettings:
                 raise ConfigError(f"{name} is {value}; it has to be at least 1")
         if self.draft_sample_method not in (None, "greedy", "probabilistic"):
             raise ConfigError(f"draft_sample_method is {self.draft_sample_method!r}, not 'greedy' or 'probabilistic'")
+        for name, known in (("verify_method", VERIFY_METHODS), ("draft_length", DRAFT_LENGTH_MODES)):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, not one of {', '.join(map(repr, known))}")
+        if self.num_drafts_by_batch_size is not None:
+            DraftSchedule(self.num_drafts_by_batch_size, self.num_draft_tokens or 1)
+        if self.verify_method == "coupled" and self.draft_sample_method == "greedy":
+            raise ConfigError(
+                "verify_method is 'coupled', where drafts share the target's noise, but draft_sample_method is "
+                "'greedy', where drafts use none",
+                hint="verify_method='match', which judges greedy drafts by equality, too",
+            )
 
 
 def context_length(target: LoadedTarget, settings: EngineSettings) -> int:

@@ -5,37 +5,21 @@ S slots plus one trash row that padding rows read and write. B requests of a ste
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from paceline.engine.request import SamplingParameters
+from paceline.engine.admission import TokenLimits
+from paceline.engine.sampling import SamplingParameters
+from paceline.engine.sampling_flags import SamplingFlags
+from paceline.engine.token_state import TokenState
 from paceline.models.drafters.proposal import Proposal
 from paceline.ops.sample_tokens import NO_TOKEN
 from paceline.ops.target_distribution import effective_temperature
 
-
-@dataclass(frozen=True)
-class SamplingFlags:
-    """What the host knows of a batch's sampling settings, so that a stage nobody asked for costs nothing."""
-
-    all_greedy: bool
-    max_top_k: int
-    any_top_p: bool
-    any_min_p: bool
-
-    @classmethod
-    def of(cls, requests: list[SamplingParameters]) -> SamplingFlags:
-        """Summarise the requests of a batch; greedy ones ignore their other settings."""
-        sampled = [sampling for sampling in requests if not sampling.is_greedy]
-        return cls(
-            all_greedy=not sampled,
-            max_top_k=max((sampling.top_k for sampling in sampled), default=0),
-            any_top_p=any(sampling.top_p < 1 for sampling in sampled),
-            any_min_p=any(sampling.min_p > 0 for sampling in sampled),
-        )
+__all__ = ["SamplingFlags", "SamplingRows", "SlotState"]
 
 
 class SamplingRows(NamedTuple):
@@ -58,15 +42,19 @@ class SlotState:
         draft_ids: int64 [S + 1, K]; -1 where there is no draft.
         candidate_ids: int64 [S + 1, K, C], with `log_q`: the distribution the drafts were drawn from; C is 0 where
             drafts are one-hot.
+        tokens: what the rules on tokens read.
 
     Args:
         num_slots: S.
         num_draft_tokens: K; 0 without a drafter.
         num_candidates: C.
         device: where the arrays live.
+        vocab_size: of the target; 0 where no request has rules on tokens.
     """
 
-    def __init__(self, num_slots: int, *, num_draft_tokens: int, num_candidates: int, device: torch.device) -> None:
+    def __init__(
+        self, num_slots: int, *, num_draft_tokens: int, num_candidates: int, device: torch.device, vocab_size: int = 0
+    ) -> None:
         rows = num_slots + 1
         self.device = device
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -81,14 +69,35 @@ class SlotState:
         shape = (rows, num_draft_tokens, num_candidates)
         self.candidate_ids = torch.full(shape, NO_TOKEN, dtype=torch.int64, device=device)
         self.log_q = torch.full(shape, -torch.inf, dtype=torch.float32, device=device)
+        self.tokens = TokenState(num_slots, vocab_size=vocab_size, device=device)
 
-    def admit(self, slot: int, sampling: SamplingParameters, seed: int) -> None:
-        """Give a slot to a request: nothing of the one before stays readable."""
-        self.temperatures[slot] = effective_temperature(sampling.temperature)
-        self.top_ks[slot] = sampling.top_k
+    def admit(
+        self,
+        slot: int,
+        sampling: SamplingParameters,
+        seed: int,
+        *,
+        limits: TokenLimits | None = None,
+        prompt_ids: Sequence[int] = (),
+    ) -> None:
+        """Give a slot to a request: nothing of the one before stays readable.
+
+        Args:
+            slot: which.
+            sampling: the request's.
+            seed: of its noise.
+            limits: its rules on tokens; None for none.
+            prompt_ids: its prompt, read by rules alone.
+        """
+        # -inf / inf would be NaN, so even an absurd temperature stays a float32.
+        self.temperatures[slot] = min(
+            float(effective_temperature(sampling.temperature)), torch.finfo(torch.float32).max
+        )
+        self.top_ks[slot] = min(sampling.top_k, 2**31)
         self.top_ps[slot] = sampling.top_p
         self.min_ps[slot] = sampling.min_p
         self.seeds[slot] = seed
+        self.tokens.admit(slot, limits or TokenLimits(), prompt_ids)
         self.restore(slot, length=0, anchor=0, step=0)
 
     def restore(self, slot: int, *, length: int, anchor: int, step: int) -> None:
@@ -104,18 +113,20 @@ class SlotState:
         return SamplingRows(*(array[slots_B] for array in arrays))
 
     def store_proposal(self, slots_B: Tensor, proposal: Proposal) -> None:
-        """Keep a proposal for the next step."""
-        self.draft_ids[slots_B] = proposal.ids_BK
+        """Keep a proposal for the next step; beyond its length nothing stays drafted."""
+        num_drafts = proposal.ids_BK.shape[1]
+        self.draft_ids[slots_B, :num_drafts] = proposal.ids_BK
+        self.draft_ids[slots_B, num_drafts:] = NO_TOKEN
         if self.log_q.shape[2] == 0:
             return
         if proposal.candidate_ids_BKC is not None and proposal.log_q_BKC is not None:
-            self.candidate_ids[slots_B] = proposal.candidate_ids_BKC
-            self.log_q[slots_B] = proposal.log_q_BKC
+            self.candidate_ids[slots_B, :num_drafts] = proposal.candidate_ids_BKC
+            self.log_q[slots_B, :num_drafts] = proposal.log_q_BKC
         else:  # one-hot drafts beside sampled ones: all mass on the one candidate
             self.candidate_ids[slots_B] = NO_TOKEN
-            self.candidate_ids[slots_B, :, 0] = proposal.ids_BK
+            self.candidate_ids[slots_B, :num_drafts, 0] = proposal.ids_BK
             self.log_q[slots_B] = -torch.inf
-            self.log_q[slots_B, :, 0] = 0.0
+            self.log_q[slots_B, :num_drafts, 0] = 0.0
 
     def proposal(self, slots_B: Tensor, num_drafts: int, *, with_q: bool) -> Proposal:
         """The first `num_drafts` waiting drafts of the given slots."""

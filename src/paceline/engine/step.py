@@ -13,23 +13,31 @@ sits at position n: emitted, not yet run.
 A drafter that goes token by token reads the token after each row, so its own keys are written in between, once the
 rows are settled (`sequential_proposal.py`).
 
-B requests, T rows per request, K draft tokens, V vocabulary.
+B requests, T rows per request, K draft tokens, V vocabulary, W mask words.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from paceline.engine.attends import AttentionChoice, write_then_attend
 from paceline.engine.cache import KeyValueCache
+from paceline.engine.draft_stopper import DraftPlan, DraftStopper, count_drafts, first_drafts
+from paceline.engine.log_probabilities import BlockLogprobs, RowLogprobs, entries_of
 from paceline.engine.proposal import Proposer, Rows
+from paceline.engine.request import TokenLogprobs
+from paceline.engine.sampling import LogprobsMode
 from paceline.engine.slots import SamplingFlags, SlotState
-from paceline.engine.verifier import judge
+from paceline.engine.verifier import JudgedBlock, judge
 from paceline.models.taps import TapCollector
 from paceline.models.targets.dense import DenseTarget
+from paceline.ops.acceptance import VerifyMethod, reads_q
+from paceline.ops.finalise_block import SOUND
 from paceline.ops.sample_tokens import NO_TOKEN
 
 
@@ -41,13 +49,19 @@ class StepBatch:
         rows: the requests; T = 1 is plain decoding.
         flags: their sampling settings, summarised.
         writes_context: keep the drafter's context current; wanted even when nothing is drafted, or later drafts suffer.
-        proposes: draft for the next step.
+        plan: what is drafted for the next step; None drafts nothing.
+        verify_method: how the waiting drafts are judged.
+        stopper: holds unlikely drafts back, and learns from those judged; None where no request wants that.
+        grammar_mask_BTW: int32, what each row may emit; None where no request has a grammar.
     """
 
     rows: Rows
     flags: SamplingFlags
     writes_context: bool
-    proposes: bool
+    plan: DraftPlan | None = None
+    verify_method: VerifyMethod = "standard"
+    stopper: DraftStopper | None = None
+    grammar_mask_BTW: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -56,24 +70,64 @@ class StepOutput:
 
     Attributes:
         accepted_B: int64, drafts kept, bonus excluded.
-        tokens_BT: int64, kept drafts, then the target's own token, then -1. Where `bad_B`, that token is -1, too.
-        bad_B: bool, the row that should have supplied the token held NaN or infinity; the kept drafts are sound.
+        tokens_BT: int64, kept drafts, then the target's own token, then -1. Where there is a fault, that token is -1,
+            too.
+        fault_B: int64, of the row that should have supplied the token: 0 sound, 1 NaN or infinity, 2 no token is
+            allowed. The kept drafts are sound.
         draft_ids_BK: int64, the drafts that were judged; -1 where there was none.
         num_zero_q_B: int64, drafts that their own distribution called impossible: a broken drafter.
+        num_waiting_B: int64, drafts that wait for the next step.
+        logprobs: of the tokens; None if no request wants any.
     """
 
     accepted_B: Tensor
     tokens_BT: Tensor
-    bad_B: Tensor
+    fault_B: Tensor
     draft_ids_BK: Tensor
     num_zero_q_B: Tensor
+    num_waiting_B: Tensor
+    logprobs: BlockLogprobs | None = None
+
+    @classmethod
+    def of(cls, judged: JudgedBlock, draft_ids_BK: Tensor, num_waiting_B: Tensor) -> StepOutput:
+        """Put together what a step's verification decided and what it left for the next."""
+        verified = judged.verified
+        return cls(
+            verified.accepted_B,
+            judged.tokens_BL,
+            verified.fault_B,
+            draft_ids_BK,
+            verified.num_zero_q_B,
+            num_waiting_B,
+            judged.logprobs,
+        )
 
     def to_host(self) -> list[HostStep]:
         """Fetch everything in one transfer."""
         num_rows = self.tokens_BT.shape[1]
-        counts_B3 = torch.stack((self.accepted_B, self.bad_B.long(), self.num_zero_q_B), dim=1)
-        packed: list[list[int]] = torch.cat((counts_B3, self.tokens_BT, self.draft_ids_BK), dim=1).tolist()
-        return [HostStep(row[0], bool(row[1]), row[2], row[3 : 3 + num_rows], row[3 + num_rows :]) for row in packed]
+        counts_B4 = torch.stack((self.accepted_B, self.fault_B, self.num_zero_q_B, self.num_waiting_B), dim=1)
+        integers = torch.cat((counts_B4, self.tokens_BT, self.draft_ids_BK), dim=1)
+        num_integers = integers.shape[1]
+        rows: Iterable[RowLogprobs | None] = self.logprobs or ()
+        floats = [part.columns for part in rows if part is not None]
+        packed = torch.cat((integers.double(), *floats), dim=1) if floats else integers
+        steps = []
+        for numbers in packed.tolist():
+            accepted, fault, num_zero_q, num_waiting, *ids = map(int, numbers[:num_integers])
+            step = HostStep(accepted, fault, num_zero_q, ids[:num_rows], ids[num_rows:], num_waiting=num_waiting)
+            steps.append(replace(step, logprobs=self._entries(numbers[num_integers:], step)) if floats else step)
+        return steps
+
+    def _entries(self, numbers: list[float], step: HostStep) -> dict[LogprobsMode, tuple[TokenLogprobs, ...]]:
+        entries: dict[LogprobsMode, tuple[TokenLogprobs, ...]] = {}
+        assert self.logprobs is not None, "asked for only where there are some"
+        for mode in get_args(LogprobsMode):
+            part: RowLogprobs | None = getattr(self.logprobs, mode)
+            if part is not None:
+                num_columns = part.num_columns
+                entries[mode] = entries_of(numbers[:num_columns], step.token_ids, self.tokens_BT.shape[1], mode)
+                numbers = numbers[num_columns:]
+        return entries
 
 
 @dataclass(frozen=True)
@@ -81,10 +135,17 @@ class HostStep:
     """One request's part of a `StepOutput` as plain numbers; padding stripped by the properties."""
 
     num_accepted: int
-    is_bad: bool
+    fault: int
     num_zero_q: int
     padded_token_ids: list[int]
     padded_draft_ids: list[int]
+    logprobs: Mapping[LogprobsMode, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    num_waiting: int = 0
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether the row that should have supplied the target's own token gave none."""
+        return self.fault != SOUND
 
     @property
     def token_ids(self) -> list[int]:
@@ -118,27 +179,58 @@ def decode_step(
     """
     rows = batch.rows
     num_drafts = rows.num_rows - 1
-    with_q = proposer is not None and proposer.num_candidates > 0 and not batch.flags.all_greedy
+    has_q = proposer is not None and proposer.num_candidates > 0 and not batch.flags.all_greedy
+    with_q = has_q and reads_q(batch.verify_method)
     proposal = state.proposal(rows.slots_B, num_drafts, with_q=with_q)
     anchors_B1 = state.anchors[rows.slots_B].unsqueeze(1)
     # A missing draft is run as id 0; its row is computed for nothing and can't be accepted.
     token_ids_BT = torch.cat((anchors_B1, proposal.ids_BK), dim=1).clamp(min=0)
     hidden_BTD = run_rows(target, proposer if batch.writes_context else None, cache, choice, rows, token_ids_BT)
-    verified = judge(target.logits(hidden_BTD), proposal, state, rows.slots_B, rows.starts_B, batch.flags)
-    accepted_B, bonus_ids_B = verified.accepted_B, verified.bonus_ids_B
-
-    row_T = torch.arange(rows.num_rows, device=accepted_B.device)
-    padded_BT = torch.nn.functional.pad(proposal.ids_BK, (0, 1), value=NO_TOKEN)
-    tokens_BT = padded_BT.masked_fill(row_T >= accepted_B.unsqueeze(1), NO_TOKEN)
-    tokens_BT.scatter_(1, accepted_B.unsqueeze(1), bonus_ids_B.unsqueeze(1))
+    judged = judge(
+        target.logits(hidden_BTD),
+        proposal,
+        state,
+        rows.slots_B,
+        rows.starts_B,
+        batch.flags,
+        method=batch.verify_method,
+        grammar_mask_BLW=batch.grammar_mask_BTW,
+    )
+    accepted_B, bonus_ids_B = judged.verified.accepted_B, judged.verified.bonus_ids_B
 
     ends_B = rows.starts_B + accepted_B + 1
     commit(state, rows.slots_B, ends_B, bonus_ids_B)
+    state.tokens.extend(rows.slots_B, judged.tokens_BL, batch.flags)
+    if batch.stopper is not None and batch.plan is not None:
+        batch.stopper.observe(rows.slots_B, proposal.ids_BK, accepted_B, batch.plan)
     if proposer is not None and batch.writes_context:
         proposer.settle(rows, token_ids_BT, ends_B, bonus_ids_B)
-    if proposer is not None and batch.proposes:
-        state.store_proposal(rows.slots_B, proposer.propose(rows, state, all_greedy=batch.flags.all_greedy))
-    return StepOutput(accepted_B, tokens_BT, verified.bad_B, proposal.ids_BK, verified.num_zero_q_B)
+    num_waiting_B = torch.zeros_like(accepted_B)
+    if proposer is not None and batch.plan is not None and batch.plan.most > 0:
+        num_waiting_B = draft_next(proposer, state, rows, batch.plan, batch.stopper, batch.flags)
+    return StepOutput.of(judged, proposal.ids_BK, num_waiting_B)
+
+
+def draft_next(
+    proposer: Proposer,
+    state: SlotState,
+    rows: Rows,
+    plan: DraftPlan,
+    stopper: DraftStopper | None,
+    flags: SamplingFlags,
+) -> Tensor:
+    """Draw the next block of every request and keep as much of it as its plan says.
+
+    Returns:
+        Drafts that wait for the next step, int64 [B].
+    """
+    proposal = proposer.propose(rows, state, all_greedy=flags.all_greedy, num_drafts=plan.most)
+    if min(plan.num_drafts) < plan.most:
+        proposal = first_drafts(proposal, torch.tensor(plan.num_drafts, device=state.device))
+    if stopper is not None:
+        proposal = stopper.hold_back(rows.slots_B, proposal, plan)
+    state.store_proposal(rows.slots_B, proposal)
+    return count_drafts(proposal.ids_BK)
 
 
 def run_rows(

@@ -1,16 +1,40 @@
 """From target logits and waiting drafts to the tokens that count: one path for prompts, plain and speculative steps.
 
-B requests, K drafts, L = K + 1 rows, V vocabulary.
+    rules, row by row -> temperature and truncation -> accepted drafts and one token more -> their log-probabilities
+
+B requests, K drafts, L = K + 1 rows, V vocabulary, W mask words.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
-from paceline.engine.slots import SamplingFlags, SamplingRows, SlotState
+from paceline.engine.log_probabilities import BlockLogprobs, row_logprobs
+from paceline.engine.sampling_flags import SamplingFlags
+from paceline.engine.slots import SlotState
 from paceline.models.drafters.proposal import Proposal
-from paceline.ops.target_distribution import process_logits
+from paceline.ops.acceptance import VerifyMethod
+from paceline.ops.sample_tokens import NO_TOKEN
+from paceline.ops.target_distribution import TargetLogits, target_logits
 from paceline.ops.verify_block import VerifiedBlock, verify_block
+
+
+class JudgedBlock(NamedTuple):
+    """What a step decided.
+
+    Attributes:
+        verified: accepted drafts and the token after them.
+        tokens_BL: int64, the same as the tokens that were emitted: kept drafts, the target's own token, then -1. Where
+            the deciding row was at fault the target's token is -1, too.
+        logprobs: of the emitted tokens; None if no request wants any.
+    """
+
+    verified: VerifiedBlock
+    tokens_BL: Tensor
+    logprobs: BlockLogprobs | None
 
 
 def judge(
@@ -20,42 +44,67 @@ def judge(
     slots_B: Tensor,
     anchor_position_B: Tensor,
     flags: SamplingFlags,
-) -> VerifiedBlock:
-    """Accept drafts and choose the token after them, under each request's own sampling settings.
+    *,
+    method: VerifyMethod = "standard",
+    grammar_mask_BLW: Tensor | None = None,
+) -> JudgedBlock:
+    """Accept drafts and choose the token after them, under each request's own rules and sampling settings.
 
     Args:
         logits_BLV: raw, any float dtype; row i scores position anchor + i + 1.
         proposal: K drafts per request (K may be 0) and what they were drawn from.
-        state: settings, seeds and step counters.
+        state: settings, seeds, step counters and rules; histories end with the anchor.
         slots_B: int64, the requests' slots.
         anchor_position_B: int64, position of row 0; draws are keyed by the position before the token.
         flags: what the host knows of the batch.
+        method: how drafts are judged.
+        grammar_mask_BLW: int32, what each row may emit; None where no request has a grammar.
     """
     settings = state.sampling_rows(slots_B)
-    return verify_block(
+    logits = target_logits(
+        logits_BLV,
         proposal.ids_BK,
-        logits_BLV if flags.all_greedy else _processed(logits_BLV, settings, flags),
+        anchor_position_B,
+        state.tokens.rules_of(slots_B, flags, grammar_mask_BLW),
+        temperature_B=settings.temperature_B,
+        top_k_B=settings.top_k_B,
+        top_p_B=settings.top_p_B,
+        min_p_B=settings.min_p_B,
+        all_greedy=flags.all_greedy,
+        max_top_k=flags.max_top_k,
+        any_top_p=flags.any_top_p,
+        any_min_p=flags.any_min_p,
+    )
+    verified = verify_block(
+        proposal.ids_BK,
+        logits.processed_BLV,
         temperature_B=settings.temperature_B,
         seed_B=settings.seed_B,
         anchor_position_B=anchor_position_B,
         step_B=state.steps[slots_B],
         candidate_ids_BKC=proposal.candidate_ids_BKC,
         log_q_BKC=proposal.log_q_BKC,
+        method=method,
         all_greedy=flags.all_greedy,
     )
+    tokens_BL = _emitted_tokens(proposal.ids_BK, verified)
+    return JudgedBlock(verified, tokens_BL, _logprobs(logits, tokens_BL, flags))
 
 
-def _processed(logits_BLV: Tensor, settings: SamplingRows, flags: SamplingFlags) -> Tensor:
-    """Apply temperature and truncation to every row; all rows of a request share its settings."""
-    num_rows = logits_BLV.shape[1]
-    processed_RV = process_logits(
-        logits_BLV.flatten(0, 1),
-        temperature_R=settings.temperature_B.repeat_interleave(num_rows),
-        top_k_R=settings.top_k_B.repeat_interleave(num_rows),
-        top_p_R=settings.top_p_B.repeat_interleave(num_rows),
-        min_p_R=settings.min_p_B.repeat_interleave(num_rows),
-        max_top_k=flags.max_top_k,
-        any_top_p=flags.any_top_p,
-        any_min_p=flags.any_min_p,
-    )
-    return processed_RV.view(logits_BLV.shape)
+def _emitted_tokens(draft_ids_BK: Tensor, verified: VerifiedBlock) -> Tensor:
+    accepted_B1 = verified.accepted_B.unsqueeze(1)
+    padded_BL = torch.nn.functional.pad(draft_ids_BK, (0, 1), value=NO_TOKEN)
+    row_L = torch.arange(padded_BL.shape[1], device=padded_BL.device)
+    kept_BL = padded_BL.masked_fill(row_L >= accepted_B1, NO_TOKEN)
+    return kept_BL.scatter(1, accepted_B1, verified.bonus_ids_B.unsqueeze(1))
+
+
+def _logprobs(logits: TargetLogits, tokens_BL: Tensor, flags: SamplingFlags) -> BlockLogprobs | None:
+    if flags.num_raw_logprobs is None and flags.num_processed_logprobs is None:
+        return None
+    raw = processed = None
+    if flags.num_raw_logprobs is not None:
+        raw = row_logprobs(logits.raw_BLV, tokens_BL, flags.num_raw_logprobs)
+    if flags.num_processed_logprobs is not None:
+        processed = row_logprobs(logits.processed_BLV, tokens_BL, flags.num_processed_logprobs)
+    return BlockLogprobs(raw, processed)

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
-from paceline.ops.linear import can_pack, linear_packed, linear_row_invariant, pack_weight
-from paceline.ops.rms_norm import rms_norm
+from paceline.ops.linear import FILLED_ROWS, can_pack, linear_packed, linear_row_invariant, pack_weight
+from paceline.ops.rms_norm import MirroredGain, mirror_gain, rms_norm, rms_norm_mirrored
 from paceline.ops.rotary import turn_heads
 
 LinearMode = Literal["plain", "packed", "row_invariant"]
@@ -70,6 +70,11 @@ class Linear(Block):
             return linear_packed(x, self._packed, self.bias)
         return functional.linear(x, self.weight, self.bias)
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether products go through oneDNN's packed form."""
+        return self._packed is not None
+
     def set_mode(self, mode: LinearMode) -> None:
         """Switch the arithmetic; a weight that oneDNN cannot pack stays plain."""
         self.mode = mode
@@ -77,11 +82,14 @@ class Linear(Block):
 
 
 def set_linear_mode(model: nn.Module, mode: LinearMode) -> int:
-    """Set the arithmetic of every `Linear` in a model; returns how many are now packed."""
-    layers = [module for module in model.modules() if isinstance(module, Linear)]
-    for layer in layers:
-        layer.set_mode(mode)
-    return sum(layer._packed is not None for layer in layers)
+    """Set the arithmetic of every `Linear` in a model and of its norms; returns how many weights are now packed.
+
+    Outside the mode "plain", weights and gains that change later go unseen.
+    """
+    for module in model.modules():
+        if isinstance(module, Linear | RMSNorm):
+            module.set_mode(mode)
+    return sum(isinstance(module, Linear) and module.is_packed for module in model.modules())
 
 
 class RMSNorm(Block):
@@ -91,10 +99,30 @@ class RMSNorm(Block):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
+        self._mirrored: MirroredGain | None = None
+        self._mirrored_to_fill: MirroredGain | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
-        return rms_norm(x, self.weight, eps=self.eps)
+        if self._mirrored is None:
+            return rms_norm(x, self.weight, eps=self.eps)
+        return rms_norm_mirrored(x.unsqueeze(-2), self._mirrored, eps=self.eps).select(-2, 0)
+
+    def filled(self, x_BTD: Tensor) -> Tensor:
+        """`forward`, except that a lone row may come back as several, of which the first counts.
+
+        Packed products are faster on them, and they cost nothing here: the norm works on copies of a row anyway.
+        """
+        if self._mirrored_to_fill is None or x_BTD.numel() != x_BTD.shape[-1]:
+            return self.forward(x_BTD)
+        return rms_norm_mirrored(x_BTD, self._mirrored_to_fill, eps=self.eps)
+
+    def set_mode(self, mode: LinearMode) -> None:
+        """Prepare for the arithmetic of the products around."""
+        is_prepared = mode != "plain" and self.weight.device.type == "cpu"
+        self._mirrored = mirror_gain(self.weight, 2) if is_prepared else None
+        fills = mode == "packed" and can_pack(self.weight)
+        self._mirrored_to_fill = mirror_gain(self.weight, FILLED_ROWS) if fills else None
 
 
 class SelfAttention(Block):
@@ -138,8 +166,11 @@ class SelfAttention(Block):
         self.value_scale = value_scale
 
     def forward(self, x_BTD: Tensor, rows: RotaryRows, attend: Attend, layer: int, *, is_neox_style: bool) -> Tensor:
-        """Project, turn by position, attend, project back; x and the result are [B, T, D]."""
-        qkv = self.qkv_proj(x_BTD).unflatten(-1, (-1, self.head_size))
+        """Project, turn by position, attend, project back; x and the result are [B, T, D].
+
+        `rows` says how many rows there are: x may hold a lone one that is filled up (`RMSNorm.filled`).
+        """
+        qkv = self.qkv_proj(x_BTD).narrow(1, 0, rows[0].shape[-3]).unflatten(-1, (-1, self.head_size))
         qk, v = qkv.split_with_sizes((self.num_heads + self.num_kv_heads, self.num_kv_heads), -2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split_with_sizes((self.num_heads, self.num_kv_heads), -2)
@@ -171,12 +202,13 @@ class GatedMLP(Block):
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
         super().__init__()
+        self.intermediate_size = intermediate_size
         self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=bias)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Map [B, T, D] to [B, T, D]."""
-        gate, up = self.gate_up_proj(x_BTD).chunk(2, dim=-1)
+        gate, up = self.gate_up_proj(x_BTD).split_with_sizes((self.intermediate_size, self.intermediate_size), -1)
         y: Tensor = self.down_proj(functional.silu(gate) * up)
         return y
 
@@ -219,7 +251,8 @@ class DecoderLayer(nn.Module):
         self, x_BTD: Tensor, rows: RotaryRows, attend: Attend, layer: int, *, is_neox_style: bool = True
     ) -> Tensor:
         """Return the residual stream after this layer, a new tensor: the one handed in may have been tapped."""
-        attended: Tensor = self.self_attn(self.input_layernorm(x_BTD), rows, attend, layer, is_neox_style=is_neox_style)
+        filled = self.input_layernorm.filled(x_BTD)
+        attended: Tensor = self.self_attn(filled, rows, attend, layer, is_neox_style=is_neox_style)
         x_BTD = x_BTD + attended
-        mixed: Tensor = self.mlp(self.post_attention_layernorm(x_BTD))
-        return x_BTD + mixed
+        mixed: Tensor = self.mlp(self.post_attention_layernorm.filled(x_BTD))
+        return x_BTD + mixed.narrow(1, 0, x_BTD.shape[1])

@@ -1,22 +1,40 @@
-"""Cross-entropy through a frozen output head without keeping the logits: loss and gradient in one pass over chunks.
+"""Losses through an output head without keeping the logits: value and gradient in one pass over chunks of rows.
 
-For a row h with teacher state g and label y, with q = softmax(W h) and p = softmax(W g):
-loss = kl * sum p log(p / q) + ce * (-log q_y), and d loss / d (W h) = (kl + ce) q - kl p - ce onehot(y).
-The head is frozen, so each chunk's gradient with respect to h is complete as soon as its logits exist, and they can go.
+For a row h with teacher state g and label y, with z = W h + M c, q = softmax(z) and p = softmax(W' g):
+loss = kl * sum p log(p / q) + ce * (-log q_y) + l1 * sum |p - q|, and
+d loss / d z = (kl + ce) q - kl p - ce onehot(y) + l1 q (s - sum q s), with s = sign(q - p).
+Each chunk's gradients are complete as soon as its logits exist, and the logits can go. `M c` is a low-rank bias, such
+as a Markov head's; W' is W unless the student scores other ids, or with other weights, than the teacher.
 
-R rows, D width, V vocabulary, C candidates.
+R rows, D width, V vocabulary, K rank of the bias, C candidates.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
 from paceline.ops.top_k_tokens import top_k_tokens
+
+
+class LowRankBias(NamedTuple):
+    """A trained bias on the logits, table @ code; both receive a gradient."""
+
+    code_RK: Tensor  # in the head's dtype
+    table_VK: Tensor
+
+
+class RowLosses(NamedTuple):
+    """What a pass over the rows gives."""
+
+    loss: Tensor  # float32 scalar, differentiable: the weighted sum
+    correct_R: Tensor  # bool, whether the student's best id is the label
+    candidates_RC: Tensor  # int64, the student's best ids, descending
+    acceptance_R: Tensor  # float32 sum of min(p, q) at temperature 1; empty unless asked for
 
 
 def linear_cross_entropy_reference(
@@ -28,40 +46,87 @@ def linear_cross_entropy_reference(
     *,
     kl: float,
     ce: float,
+    l1: float = 0.0,
+    bias: LowRankBias | None = None,
+    teacher_head_VD: Tensor | None = None,
 ) -> Tensor:
-    """The definition: the weighted sum of both terms over all rows, float32, logits and all."""
-    log_q = (hidden_RD.float() @ head_VD.float().T).log_softmax(-1)
+    """The definition: the weighted sum of the terms over all rows, float32, logits and all."""
+    logits = hidden_RD.float() @ head_VD.float().T
+    if bias is not None:
+        logits = logits + bias.code_RK.float() @ bias.table_VK.float().T
+    log_q = logits.log_softmax(-1)
     loss = torch.zeros((), dtype=torch.float32, device=hidden_RD.device)
-    if kl:
-        assert teacher_RD is not None, "the KL term needs the teacher's states"
-        log_p = (teacher_RD.float() @ head_VD.float().T).log_softmax(-1)
+    if kl or l1:
+        assert teacher_RD is not None, "the KL and L1 terms need the teacher's states"
+        log_p = (teacher_RD.float() @ (head_VD if teacher_head_VD is None else teacher_head_VD).float().T).log_softmax(
+            -1
+        )
         loss = loss + kl * (weights_R * (log_p.exp() * (log_p - log_q)).sum(-1)).sum()
+        loss = loss + l1 * (weights_R * (log_p.exp() - log_q.exp()).abs().sum(-1)).sum()
     if ce:
         loss = loss + ce * (weights_R * -log_q.gather(1, labels_R[:, None]).squeeze(1)).sum()
     return loss
 
 
+class _Terms(NamedTuple):
+    """Weights of the terms, and whether somebody wants sum min(p, q)."""
+
+    kl: float
+    ce: float
+    l1: float
+    wants_acceptance: bool
+
+
 def _chunk_loss_and_gradient(
-    logits_RV: Tensor, teacher_RV: Tensor | None, labels_R: Tensor, weights_R: Tensor, kl: float, ce: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Weighted loss, its gradient with respect to the logits, and which rows' best id is the label."""
+    logits_RV: Tensor,
+    teacher_RV: Tensor | None,
+    labels_R: Tensor,
+    weights_R: Tensor,
+    kl: float,
+    ce: float,
+    l1: float,
+    wants_acceptance: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Weighted loss, its gradient with respect to the logits, which best ids are right, and sum min(p, q)."""
     log_q = logits_RV.float().log_softmax(-1)
     correct = logits_RV.argmax(-1) == labels_R
     loss = torch.zeros((), dtype=torch.float32, device=logits_RV.device)
-    gradient = (kl + ce) * log_q.exp()
+    acceptance = weights_R.new_zeros(0)
+    q = log_q.exp()
+    gradient = (kl + ce) * q
     if teacher_RV is not None:
         log_p = teacher_RV.float().log_softmax(-1)
         p = log_p.exp()
-        loss = loss + kl * (weights_R * (p * (log_p - log_q)).sum(-1)).sum()
-        gradient = gradient - kl * p
+        if kl:
+            loss = loss + kl * (weights_R * (p * (log_p - log_q)).sum(-1)).sum()
+            gradient = gradient - kl * p
+        if l1 or wants_acceptance:
+            difference = q - p
+            distance = difference.abs().sum(-1)
+            acceptance = (1 - distance / 2).clamp(0.0, 1.0)
+            if l1:
+                loss = loss + l1 * (weights_R * distance).sum()
+                sign = difference.sign()
+                gradient = gradient + l1 * q * (sign - (q * sign).sum(-1, keepdim=True))
     if ce:
         loss = loss + ce * (weights_R * -log_q.gather(1, labels_R[:, None]).squeeze(1)).sum()
         gradient = gradient.scatter_add(1, labels_R[:, None], torch.full_like(weights_R[:, None], -ce))
     # In the head's dtype: the next product reads it in that form, and half as many bytes cross memory.
-    return loss, (gradient * weights_R[:, None]).to(logits_RV.dtype), correct
+    return loss, (gradient * weights_R[:, None]).to(logits_RV.dtype), correct, acceptance
+
+
+class _Options(NamedTuple):
+    """How to go through the rows."""
+
+    terms: _Terms
+    chunk_rows: int
+    num_candidates: int
+    chunk_function: Any
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
+    """Inputs: hidden, teacher, labels, weights, head, teacher's head, code, table, options."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -70,35 +135,58 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels_R: Tensor,
         weights_R: Tensor,
         head_VD: Tensor,
-        kl: float,
-        ce: float,
-        chunk_rows: int,
-        num_candidates: int,
-        chunk_function: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        teacher_head_VD: Tensor | None,
+        code_RK: Tensor | None,
+        table_VK: Tensor | None,
+        options: _Options,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        # The bias is a few more columns of the head: one product gives both, summed in float32.
+        states_RE, columns_VE, width = hidden_RD, head_VD, hidden_RD.shape[1]
+        if code_RK is not None and table_VK is not None:
+            states_RE = torch.cat((hidden_RD, code_RK), dim=1)
+            columns_VE = torch.cat((head_VD, table_VK.to(head_VD.dtype)), dim=1)
+        trained = slice(0 if ctx.needs_input_grad[4] else width, columns_VE.shape[1])
+        on_columns_VE = columns_VE.new_zeros(columns_VE[:, trained].shape, dtype=torch.float32)
+        teachers_VD = head_VD if teacher_head_VD is None else teacher_head_VD
+        num_candidates = options.num_candidates
         total = torch.zeros((), dtype=torch.float32, device=hidden_RD.device)
-        gradients, corrects = [], []
+        on_states, corrects, acceptances = [states_RE[:0]], [labels_R[:0].bool()], [weights_R[:0]]
         candidates = [labels_R.new_empty(0 if num_candidates else len(labels_R), num_candidates)]
-        for start in range(0, hidden_RD.shape[0], chunk_rows):
-            rows = slice(start, start + chunk_rows)
-            teacher_RV = teacher_RD[rows] @ head_VD.T if teacher_RD is not None and kl else None
-            logits_RV = hidden_RD[rows] @ head_VD.T
-            loss, gradient_RV, correct = chunk_function(logits_RV, teacher_RV, labels_R[rows], weights_R[rows], kl, ce)
+        for start in range(0, hidden_RD.shape[0], options.chunk_rows):
+            rows = slice(start, start + options.chunk_rows)
+            teacher_RV = teacher_RD[rows] @ teachers_VD.T if teacher_RD is not None else None
+            logits_RV = states_RE[rows] @ columns_VE.T
+            loss, gradient_RV, correct_R, acceptance_R = options.chunk_function(
+                logits_RV, teacher_RV, labels_R[rows], weights_R[rows], *options.terms
+            )
             if num_candidates:
                 candidates.append(top_k_tokens(logits_RV, num_candidates)[1])
             total = total + loss
-            gradients.append(gradient_RV @ head_VD)
-            corrects.append(correct)
-        ctx.save_for_backward(torch.cat(gradients) if gradients else torch.zeros_like(hidden_RD))
-        correct_R = torch.cat(corrects) if corrects else labels_R.bool()
-        candidates_RC = torch.cat(candidates)
-        ctx.mark_non_differentiable(correct_R, candidates_RC)
-        return total, correct_R, candidates_RC
+            on_states.append(gradient_RV @ columns_VE)
+            if on_columns_VE.shape[1]:
+                on_columns_VE += gradient_RV.T @ states_RE[rows, trained]
+            corrects.append(correct_R)
+            acceptances.append(acceptance_R)
+        ctx.save_for_backward(torch.cat(on_states), on_columns_VE)
+        ctx.width, ctx.head_dtype = width, head_VD.dtype
+        ctx.table_dtype = None if table_VK is None else table_VK.dtype
+        correct_R, candidates_RC, acceptance_R = torch.cat(corrects), torch.cat(candidates), torch.cat(acceptances)
+        ctx.mark_non_differentiable(correct_R, candidates_RC, acceptance_R)
+        return total, correct_R, candidates_RC, acceptance_R
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient_RD,) = ctx.saved_tensors
-        return gradient_RD * gradients[0].to(gradient_RD.dtype), *[None] * 9
+        on_states_RE, on_columns_VE = ctx.saved_tensors
+        width, scale = ctx.width, gradients[0]
+        on_states_RE = on_states_RE * scale.to(on_states_RE.dtype)
+        on_head_VD = on_code_RK = on_table_VK = None
+        if ctx.needs_input_grad[4]:
+            on_head_VD = (on_columns_VE[:, :width] * scale).to(ctx.head_dtype)
+        if ctx.table_dtype is not None:
+            on_code_RK = on_states_RE[:, width:]
+            rank = on_code_RK.shape[1]
+            on_table_VK = (on_columns_VE[:, on_columns_VE.shape[1] - rank :] * scale).to(ctx.table_dtype)
+        return on_states_RE[:, :width], None, None, None, on_head_VD, None, on_code_RK, on_table_VK, None
 
 
 def linear_cross_entropy(
@@ -110,52 +198,64 @@ def linear_cross_entropy(
     *,
     kl: float,
     ce: float,
+    l1: float = 0.0,
+    bias: LowRankBias | None = None,
+    teacher_head_VD: Tensor | None = None,
     chunk_rows: int = 4096,
     num_candidates: int = 0,
+    wants_acceptance: bool = False,
     compiled: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Weighted sum of KL to a teacher and cross-entropy to labels, in chunks that never coexist.
+) -> RowLosses:
+    """Weighted sum of KL and L1 to a teacher and cross-entropy to labels, in chunks that never coexist.
 
     Args:
-        hidden_RD: the student's states, in the head's dtype; the only argument that receives a gradient.
-        teacher_RD: the target's own states before the head; needed if `kl` is not 0.
+        hidden_RD: the student's states, in the head's dtype; receive a gradient.
+        teacher_RD: the target's own states before the head; needed for `kl`, `l1` and `wants_acceptance`.
         labels_R: int64.
         weights_R: float32, position weights.
-        head_VD: frozen head.
+        head_VD: the student's head; receives a gradient if it requires one.
         kl: weight of the KL term.
         ce: weight of the cross-entropy term.
+        l1: weight of the L1 distance, which is twice the total variation.
+        bias: added to the student's logits, never to the teacher's.
+        teacher_head_VD: scores the same ids as `head_VD` for the teacher; None where the two share one head.
         chunk_rows: rows whose logits exist at the same time; memory is about chunk_rows * V * 16 bytes.
         num_candidates: C; how many of the student's best ids to return.
+        wants_acceptance: return sum min(p, q) of every row.
         compiled: fuse the work between the matrix products with torch.compile (GPU).
     Returns:
-        The weighted sum (not mean), float32; bool [R], whether the student's best id is the label; and int64 [R, C],
-        the student's best ids, descending.
+        The weighted sum (not mean) and the figures of the rows.
     """
-    assert teacher_RD is not None or not kl, "the KL term needs the teacher's states"
+    assert teacher_RD is not None or not (kl or l1 or wants_acceptance), "terms that compare need the teacher's states"
+    terms = _Terms(kl, ce, l1, wants_acceptance)
+    if not (kl or l1 or wants_acceptance):
+        teacher_RD = None
+    code_RK, table_VK = (None, None) if bias is None else bias
     if not compiled:
-        rows = (hidden_RD, teacher_RD, labels_R, weights_R, head_VD)
-        return _apply(*rows, kl, ce, chunk_rows, num_candidates, _chunk_loss_and_gradient)
+        options = _Options(terms, chunk_rows, num_candidates, _chunk_loss_and_gradient)
+        return _apply(hidden_RD, teacher_RD, labels_R, weights_R, head_VD, teacher_head_VD, code_RK, table_VK, options)
     # One shape for the compiler: rows of weight 0 fill the last chunk, instead of a compilation for each remainder.
-    missing = -hidden_RD.shape[0] % chunk_rows
-    total, correct_R, candidates_RC = _apply(
+    num_rows = labels_R.shape[0]
+    missing = -num_rows % chunk_rows
+    found = _apply(
         functional.pad(hidden_RD, (0, 0, 0, missing)),
         None if teacher_RD is None else functional.pad(teacher_RD, (0, 0, 0, missing)),
         functional.pad(labels_R, (0, missing)),
         functional.pad(weights_R, (0, missing)),
         head_VD,
-        kl,
-        ce,
-        chunk_rows,
-        num_candidates,
-        _compiled_chunk(),
+        teacher_head_VD,
+        None if code_RK is None else functional.pad(code_RK, (0, 0, 0, missing)),
+        table_VK,
+        _Options(terms, chunk_rows, num_candidates, _compiled_chunk()),
     )
-    return total, correct_R[: labels_R.shape[0]], candidates_RC[: labels_R.shape[0]]
+    return RowLosses(
+        found.loss, found.correct_R[:num_rows], found.candidates_RC[:num_rows], found.acceptance_R[:num_rows]
+    )
 
 
-def _apply(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _apply(*arguments: Any) -> RowLosses:
     apply: Any = _LinearCrossEntropy.apply
-    result: tuple[Tensor, Tensor, Tensor] = apply(*arguments)
-    return result
+    return RowLosses(*apply(*arguments))
 
 
 @functools.cache

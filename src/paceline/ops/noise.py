@@ -10,7 +10,8 @@ draw, the acceptance draw and the residual draw of one position are independent.
 draws the same noise wherever it stands in a candidate list or a vocabulary shard.
 
 torch has no arithmetic on uint32; the words live in int64 and are cut back to 32 bits after every step that can grow
-them. A product of two 32-bit words may wrap int64, which leaves its low 32 bits right.
+them. A product of two 32-bit words may wrap int64, which leaves its low 32 bits right. The functions at the end are the
+same for kernels, in uint32: equal words, and Gumbel values that differ by the rounding of a logarithm.
 
 Source: MurmurHash3 x86-32 by Austin Appleby; the key layout and the winning tail follow the samplers of vLLM 0.33.
 """
@@ -19,6 +20,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from paceline.ops.dispatch import kernel, tl
 
 TARGET = 0
 ACCEPT = 0x4143_4350
@@ -121,3 +124,42 @@ def gumbel_noise(
         seed_R = mix_step(seed_R, step_R)
     token_V = torch.arange(vocab_size, device=seed_R.device)
     return gumbel_from_hash(hash32(seed_R.unsqueeze(-1), position_R.unsqueeze(-1), token_V, domain))
+
+
+@kernel
+def _absorb_word(state: tl.tensor, word: tl.tensor) -> tl.tensor:
+    word *= 0xCC9E_2D51
+    word = ((word << 15) | (word >> 17)) * 0x1B87_3593
+    state ^= word
+    return ((state << 13) | (state >> 19)) * 5 + 0xE654_6B64
+
+
+@kernel
+def key_state(seed: tl.tensor, position: tl.tensor, DOMAIN: tl.constexpr) -> tl.tensor:
+    """In a kernel: the hash of a key up to its token, uint32, from an int64 seed and position."""
+    state = _absorb_word(tl.cast(DOMAIN, tl.uint32), seed.to(tl.uint32))
+    state = _absorb_word(state, (seed >> 32).to(tl.uint32))
+    return _absorb_word(state, position.to(tl.uint32))
+
+
+@kernel
+def uniform_of_token(state: tl.tensor, token: tl.tensor) -> tl.tensor:
+    """In a kernel: the float32 uniform of tokens (any integer), from a `key_state`."""
+    word = _absorb_word(state, tl.cast(token, tl.uint32))
+    word ^= 16
+    word = (word ^ (word >> 16)) * 0x85EB_CA6B
+    word = (word ^ (word >> 13)) * 0xC2B2_AE35
+    word ^= word >> 16
+    high, low = (word >> 16).to(tl.float32), (word & 0xFFFF).to(tl.float32)
+    # The products are exact, so a fused multiply-add gives the same bits. The bound is the largest float32 below 1.
+    return tl.minimum(high * 1.52587890625e-05 + (low + 0.5) * 2.3283064365386963e-10, 0.999999940395355224609375)
+
+
+@kernel
+def gumbel_of_token(state: tl.tensor, token: tl.tensor) -> tl.tensor:
+    """In a kernel: float32 Gumbel noise of tokens, from a `key_state`."""
+    uniform = uniform_of_token(state, token)
+    # ln(1 - u) without a library's log1p: the rounding of w = 1 - u leaves ln w / (w - 1) right where w is near 1.
+    w = 1.0 - uniform
+    slope = tl.log(w) / tl.where(w < 1.0, w - 1.0, 1.0)
+    return -tl.log(tl.where(w < 1.0, slope, 1.0) * uniform)

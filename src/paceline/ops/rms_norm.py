@@ -1,6 +1,12 @@
-"""Root-mean-square norm: x * w / sqrt(mean(x^2) + eps), statistics in float32, returned in x's dtype. D width."""
+"""Root-mean-square norm: x * w / sqrt(mean(x^2) + eps), statistics in float32, returned in x's dtype.
+
+On a CPU it goes through torch's layer norm, one kernel where its RMS norm is ten: over (x, -x) the mean is 0 and the
+variance the mean square of x. D width, C copies.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as functional
@@ -26,17 +32,40 @@ def rms_norm(x: Tensor, weight_D: Tensor, *, eps: float) -> Tensor:
     weight = weight_D if weight_D.dtype == x.dtype else weight_D.to(x.dtype)
     needs_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if x.device.type == "cpu" and not needs_gradient:
-        return _by_layer_norm(x, weight, eps)
+        return rms_norm_mirrored(x.unsqueeze(-2), mirror_gain(weight, 2), eps=eps).select(-2, 0)
     y = functional.rms_norm(x, weight.shape, weight, eps)
     # Autocast may return float32 from a norm and so widen the whole residual stream.
     return y if y.dtype == x.dtype else y.to(x.dtype)
 
 
-def _by_layer_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """The same function through torch's layer norm, which on a CPU is one kernel where its RMS norm is ten.
+class MirroredGain(NamedTuple):
+    """A gain for `rms_norm_mirrored`: itself, once per copy, and the signs of the copies, 1 and -1 in turn."""
 
-    The mean of (x, -x) is 0 and its variance the mean square of x.
+    gain_CD: Tensor
+    signs_C1: Tensor
+
+
+def mirror_gain(weight_D: Tensor, num_copies: int) -> MirroredGain:
+    """Prepare a gain; worth keeping, as this takes as long as the norm of a row.
+
+    Args:
+        weight_D: gain in the dtype of the rows.
+        num_copies: C, even.
     """
-    width = x.shape[-1]
-    y = functional.layer_norm(torch.cat((x, -x), dim=-1), (2 * width,), None, None, eps)
-    return y[..., :width] * weight_D
+    signs_C1 = torch.tensor([[1.0], [-1.0]], dtype=weight_D.dtype, device=weight_D.device).repeat(num_copies // 2, 1)
+    return MirroredGain(weight_D.detach().repeat(num_copies, 1), signs_C1)
+
+
+def rms_norm_mirrored(x_1D: Tensor, gain: MirroredGain, *, eps: float) -> Tensor:
+    """`rms_norm` of each row in C copies: y, -y, y, -y, ...
+
+    The same bits for a row whatever its neighbours and their number, as long as C stays the same.
+
+    Args:
+        x_1D: [..., 1, D], in the gain's dtype.
+        gain: from `mirror_gain`.
+        eps: added to the mean square.
+    Returns:
+        [..., C, D].
+    """
+    return torch.layer_norm(x_1D * gain.signs_C1, gain.gain_CD.shape, gain.gain_CD, None, eps)

@@ -1,14 +1,15 @@
-"""The target's distribution as logits: temperature, then min-p, top-k, top-p; removed tokens become -inf.
+"""The target's distribution as logits: rules, temperature, then min-p, top-k, top-p; removed tokens become -inf.
 
-    z      = logits / T                                        in float32, always by division
+    rules  grammar, allow-list, bias, min tokens, penalties, bad words: `token_rules`
+    z      = ruled logits / T                                  in float32, always by division
     min-p  drops z < max(z) + ln(min_p)
     top-k  drops z below the k-th largest value; ties with it stay
     top-p  sorts, then drops from the small end while the mass dropped so far is <= 1 - p; the top token always stays;
            of tokens with equal logits the higher ids go first
 
-p of a row is softmax(z). R rows, V vocabulary. Temperatures below 1e-5 mean greedy: such a row stays as the model
-gave it. Temperatures in between 1e-5 and 0.01 act as 0.01, since a division by less overflows. The drafter's q has to
-use the same rule, so both get it from here.
+p of a row is softmax(z). B requests, K drafts, L = K + 1 rows of each, R rows, V vocabulary. Temperatures below 1e-5
+mean greedy: such a row stays as its rules left it. Temperatures in between 1e-5 and 0.01 act as 0.01, since a division
+by less overflows. The drafter's q has to use the same rule, so both get it from here.
 
 Speculative and plain decoding share this file; a tie or a rounding can't fall one way in one of them and another way
 in the other. Every row is worked on by itself: the result does not depend on its neighbours.
@@ -18,10 +19,13 @@ Source: order and clamps of the sampler of vLLM 0.33; top-p is arXiv 1904.09751,
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from paceline.errors import ShapeError
+from paceline.ops.token_rules import MAX_CHUNK_BYTES, TokenRules, apply_token_rules, request_chunks
 
 GREEDY_BELOW = 1e-5
 LOWEST_TEMPERATURE = 0.01
@@ -47,6 +51,96 @@ def temperature_divisor(temperature_R: Tensor) -> Tensor:
     """Give the float32 divisor of each row's logits: 1 for greedy rows, else the temperature, at least 0.01."""
     held_up_R = temperature_R.float().clamp(min=LOWEST_TEMPERATURE)
     return torch.where(rows_are_greedy(temperature_R), torch.ones_like(held_up_R), held_up_R)
+
+
+class TargetLogits(NamedTuple):
+    """Logits of the target before and after all that a request asked for. They may share memory with what was given.
+
+    Attributes:
+        raw_BLV: with the grammar mask in them, in float32; where no request has one, the logits that were given. Their
+            log-softmax gives raw log-probabilities.
+        processed_BLV: their softmax is what is sampled from; their argmax is what greedy rows take. float32, or the
+            logits that were given where no request of the batch asked for anything.
+    """
+
+    raw_BLV: Tensor
+    processed_BLV: Tensor
+
+
+def target_logits(
+    logits_BLV: Tensor,
+    draft_ids_BK: Tensor,
+    anchor_position_B: Tensor,
+    rules: TokenRules | None,
+    *,
+    temperature_B: Tensor,
+    top_k_B: Tensor,
+    top_p_B: Tensor,
+    min_p_B: Tensor,
+    all_greedy: bool = False,
+    max_top_k: int | None = None,
+    any_top_p: bool = True,
+    any_min_p: bool = True,
+    max_chunk_bytes: int = MAX_CHUNK_BYTES,
+) -> TargetLogits:
+    """Turn the rows of a block into the logits of the distributions that verification and sampling use.
+
+    Args:
+        logits_BLV: any float dtype, vocabulary padding removed; not changed. Row i scores position anchor + i + 1.
+        draft_ids_BK: int64 in [0, V); -1 where there is no draft. Row i's history ends with drafts 0..i-1.
+        anchor_position_B: int64, position of row 0.
+        rules: of the requests; None where none has any. Greedy requests obey theirs, too.
+        temperature_B: this and the settings and flags after it as in `process_logits`, one entry per request.
+        top_k_B: int64.
+        top_p_B: float.
+        min_p_B: float.
+        all_greedy: every request is greedy.
+        max_top_k: the largest entry of `top_k_B`, None when unknown.
+        any_top_p: some request may have top_p below 1.
+        any_min_p: some request may have min_p above 0.
+        max_chunk_bytes: bound on a float32 copy of the logits that are worked on at a time; chunks hold whole requests.
+
+    Raises:
+        ShapeError: the tensors do not fit each other.
+    """
+    num_rows = logits_BLV.shape[1]
+
+    def of_chunk(requests: slice) -> TargetLogits:
+        ruled = apply_token_rules(
+            logits_BLV[requests],
+            draft_ids_BK[requests],
+            anchor_position_B[requests],
+            None if rules is None else rules.of_requests(requests),
+            max_chunk_bytes=max_chunk_bytes,
+        )
+        processed_RV = process_logits(
+            ruled.ruled_BLV.flatten(0, 1),
+            temperature_R=temperature_B[requests].repeat_interleave(num_rows),
+            top_k_R=top_k_B[requests].repeat_interleave(num_rows),
+            top_p_R=top_p_B[requests].repeat_interleave(num_rows),
+            min_p_R=min_p_B[requests].repeat_interleave(num_rows),
+            max_top_k=max_top_k,
+            any_top_p=any_top_p,
+            any_min_p=any_min_p,
+        )
+        return TargetLogits(ruled.raw_BLV, processed_RV.view(ruled.ruled_BLV.shape))
+
+    if all_greedy:
+        return TargetLogits(
+            *apply_token_rules(logits_BLV, draft_ids_BK, anchor_position_B, rules, max_chunk_bytes=max_chunk_bytes)
+        )
+    chunks = request_chunks(logits_BLV, max_chunk_bytes)
+    if len(chunks) == 1:
+        return of_chunk(chunks[0])
+    changes_raw = rules is not None and rules.grammar_mask_BLW is not None
+    raw_BLV = torch.empty_like(logits_BLV, dtype=torch.float32) if changes_raw else logits_BLV
+    processed_BLV = torch.empty_like(logits_BLV, dtype=torch.float32)
+    for chunk in chunks:
+        done = of_chunk(chunk)
+        processed_BLV[chunk] = done.processed_BLV
+        if changes_raw:
+            raw_BLV[chunk] = done.raw_BLV
+    return TargetLogits(raw_BLV, processed_BLV)
 
 
 def process_logits(
@@ -92,27 +186,27 @@ def process_logits(
     is_greedy_R = rows_are_greedy(temperature_R)
     z_RV = logits_RV.float() / temperature_divisor(temperature_R).unsqueeze(1)
     if any_min_p:
-        z_RV = _apply_min_p(z_RV, min_p_R.float().masked_fill(is_greedy_R, 0.0))
+        z_RV = _apply_min_p_(z_RV, min_p_R.float().masked_fill(is_greedy_R, 0.0))
     if max_top_k is None or max_top_k > 0:
-        z_RV = _apply_top_k(z_RV, top_k_R.masked_fill(is_greedy_R, 0), max_top_k)
+        z_RV = _apply_top_k_(z_RV, top_k_R.masked_fill(is_greedy_R, 0), max_top_k)
     if any_top_p:
         z_RV = _apply_top_p(z_RV, top_p_R.float().masked_fill(is_greedy_R, 1.0))
     return z_RV
 
 
-def _apply_min_p(z_RV: Tensor, min_p_R: Tensor) -> Tensor:
+def _apply_min_p_(z_RV: Tensor, min_p_R: Tensor) -> Tensor:
     floor_R = z_RV.amax(dim=-1) + min_p_R.log()  # ln 0 = -inf removes nothing
-    return z_RV.masked_fill(z_RV < floor_R.unsqueeze(1), -torch.inf)
+    return z_RV.masked_fill_(z_RV < floor_R.unsqueeze(1), -torch.inf)
 
 
-def _apply_top_k(z_RV: Tensor, top_k_R: Tensor, max_top_k: int | None) -> Tensor:
+def _apply_top_k_(z_RV: Tensor, top_k_R: Tensor, max_top_k: int | None) -> Tensor:
     vocab_size = z_RV.shape[1]
     width = vocab_size if max_top_k is None else min(max_top_k, vocab_size)
     largest_RK = torch.topk(z_RV, width, dim=-1).values
     keeps_all_R = (top_k_R <= 0) | (top_k_R >= vocab_size)
     threshold_R = largest_RK.gather(1, (top_k_R.long() - 1).clamp(0, width - 1).unsqueeze(1)).squeeze(1)
     threshold_R = threshold_R.masked_fill(keeps_all_R, -torch.inf)
-    return z_RV.masked_fill(z_RV < threshold_R.unsqueeze(1), -torch.inf)
+    return z_RV.masked_fill_(z_RV < threshold_R.unsqueeze(1), -torch.inf)
 
 
 def _apply_top_p(z_RV: Tensor, top_p_R: Tensor) -> Tensor:

@@ -1,8 +1,13 @@
 """The k best ids of each row of a vocabulary-wide score table, exactly. R rows, V vocabulary, G groups, C = k.
 
-The k best values lie in the k groups of ids whose own best values are largest: a value outside of them is beaten by
-k others. So one pass reads the table for the groups' maxima, and the selection proper sees k groups instead of V ids.
-Among equal values the lowest ids come first; which of several equal values at the border is left out is not defined.
+    order   value descending, then id ascending: a total order, so which of several equal values stay at the border is
+            defined on every device and in every split of the vocabulary
+    key     the value's bits, turned so that integers order as floats do, above 2^31 - 1 - id: one int64 per id, whose
+            descending order is that order
+
+The k best ids lie in the k groups of ids whose own best are first: any other id comes after k of them. Groups are runs
+of ids, so among equal maxima the lower group holds the lower id, and groups are ordered by the same kind of key. So one
+pass reads the table for the groups' maxima, and the selection proper sees k groups and the odd ids at the end.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ import torch
 from torch import Tensor
 
 _GROUP = 64  # ids per group: about sqrt(V / k) for the vocabularies and k in use
+_LAST_ID = 2**31 - 1
 
 
 def top_k_tokens_reference(scores_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -19,29 +25,53 @@ def top_k_tokens_reference(scores_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values[..., :k], ids[..., :k]
 
 
-def top_k_tokens(scores_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Find the k largest scores of every row.
+def order_keys(values: Tensor, ids: Tensor) -> Tensor:
+    """Give int64 keys whose descending order is: value descending, then id ascending.
 
     Args:
-        scores_RV: [..., V], any float dtype, without NaN.
+        values: float16, bfloat16 or float32; -0.0 equals 0.0. NaN has a defined place, first or last by its sign.
+        ids: int64 in [0, 2^31), broadcasting against the values.
+    """
+    bits = (values.float() + 0.0).view(torch.int32)
+    # Negative floats grow downwards as integers: all their bits but the sign are turned over.
+    ordered = bits ^ ((bits >> 31) & _LAST_ID)
+    return (ordered.long() << 32) + (_LAST_ID - ids)
+
+
+def ids_of_keys(keys: Tensor) -> Tensor:
+    """The ids inside of keys from `order_keys`, int64."""
+    return _LAST_ID - (keys & _LAST_ID)
+
+
+def top_k_tokens(scores_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Find the k largest scores of every row; of equal ones at the border the lowest ids stay.
+
+    Args:
+        scores_RV: [..., V], any float dtype, without NaN; float64 is sorted whole.
         k: at most V.
     Returns:
         values [..., k] descending and int64 ids [..., k], equal values by ascending id.
     """
     V = scores_RV.shape[-1]
     assert 1 <= k <= V, f"{k} of {V} ids were asked for"
+    if scores_RV.dtype == torch.float64:
+        return top_k_tokens_reference(scores_RV, k)
     num_groups = V // _GROUP
-    if num_groups <= 2 * k or V % _GROUP:
-        values, ids = scores_RV.topk(k, dim=-1)
-        return _by_value_then_id(values, ids)
-    grouped = scores_RV.unflatten(-1, (num_groups, _GROUP))
-    groups = grouped.amax(dim=-1).topk(k, dim=-1).indices
-    ids = (groups.unsqueeze(-1) * _GROUP + torch.arange(_GROUP, device=groups.device)).flatten(-2)
-    values, best = scores_RV.gather(-1, ids).topk(k, dim=-1)
-    return _by_value_then_id(values, ids.gather(-1, best))
+    if num_groups <= 2 * k:
+        ids = torch.arange(V, device=scores_RV.device)
+        keys = order_keys(scores_RV, ids)
+    else:
+        ids = _ids_in_best_groups(scores_RV[..., : num_groups * _GROUP], num_groups, k)
+        if V % _GROUP:
+            odd_ids = torch.arange(num_groups * _GROUP, V, device=ids.device)
+            ids = torch.cat((ids, odd_ids.expand(*ids.shape[:-1], -1)), dim=-1)
+        keys = order_keys(scores_RV.gather(-1, ids), ids)
+    best_ids = ids_of_keys(keys.topk(k, dim=-1).values)
+    return scores_RV.gather(-1, best_ids), best_ids
 
 
-def _by_value_then_id(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    ids, order = ids.sort(dim=-1)
-    values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
-    return values, ids.gather(-1, order)
+def _ids_in_best_groups(scores_RV: Tensor, num_groups: int, k: int) -> Tensor:
+    maxima_RG = scores_RV.unflatten(-1, (num_groups, _GROUP)).amax(dim=-1)
+    keys_RG = order_keys(maxima_RG, torch.arange(num_groups, device=scores_RV.device))
+    groups = ids_of_keys(keys_RG.topk(k, dim=-1).values)
+    return (groups.unsqueeze(-1) * _GROUP + torch.arange(_GROUP, device=groups.device)).flatten(-2)

@@ -1,20 +1,25 @@
 """Judge a draft block against the target: how many drafts are kept, and which token the target adds.
 
     greedy    accept draft x iff x is the row's argmax; then emit the stop row's argmax
-    sampled   accept iff ln p(x) > ln u + ln q(x); after a refusal emit one draw of max(p - q, 0), normalised;
+    standard  accept iff ln p(x) > ln u + ln q(x); after a refusal emit one draw of max(p - q, 0), normalised;
               after K acceptances one draw of p
     one-hot   the same with q = 1 at x: accept iff u < p(x); the residual is p without x
+    block     judges the whole block at once and keeps at least as much on average, see `acceptance`
+    match     accept iff x is the row's own draw; the output is that of plain decoding with the same seed, to the token
+    coupled   the same for drafts drawn with the target's own noise, which makes them agree often
 
 Row i of a request whose anchor stands at position n sits at n + i and predicts position n + i + 1; row K predicts the
 bonus. Every draw is keyed by the position before its token, n + i. B requests, K drafts, L = K + 1, C candidates of
 the drafter, V vocabulary.
 
 The emitted tokens follow the target's distribution exactly, for any drafter, as long as q is what the draft was really
-drawn from and the three noise domains stay apart (see `noise`). One-hot judging is exact for any draft at all. Noise
-and residual are made for the one stop row of each request, not for all rows. Nothing here reads a tensor value on the
-host, so the whole op can sit in a CUDA graph.
+drawn from and the three noise domains stay apart (see `noise`). One-hot judging is exact for any draft at all, and so
+are match and coupled, which never look at q. Which drafts exist may depend on the tokens before them, never on the
+drafts themselves: one that a grammar forbids has to be judged (its p is 0), only those behind it may become -1.
 
-Source: arXiv 2302.01318, algorithm 2; the residual is taken in log space.
+The reference makes noise and residual for the one stop row of each request where the method allows it. Kernels read the
+logits once (`vocab_statistics`) and finish per request (`finalise_block`). Nothing here reads a tensor value on the
+host, so the whole op can sit in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -25,9 +30,15 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ShapeError
-from paceline.ops import noise
+from paceline.ops import acceptance, noise
+from paceline.ops.acceptance import VERIFY_METHODS, RowsBehind, VerifyMethod, at_row, is_lossless
+from paceline.ops.dispatch import choose
+from paceline.ops.finalise_block import SOUND, Verdict, fault_of_rows, finalise_block_triton
 from paceline.ops.sample_tokens import NO_TOKEN, pick_largest
 from paceline.ops.target_distribution import rows_are_greedy
+from paceline.ops.vocab_statistics import vocab_statistics_triton
+
+__all__ = ["VERIFY_METHODS", "VerifiedBlock", "VerifyMethod", "is_lossless", "verify_block"]
 
 
 @dataclass(frozen=True)
@@ -37,64 +48,20 @@ class VerifiedBlock:
     Attributes:
         accepted_B: int64 in [0, K], drafts kept, bonus excluded.
         bonus_ids_B: int64, the target's own token after them; -1 where `bad_B`.
-        bad_B: bool, the row after the kept drafts holds NaN or +inf or nothing at all; the kept drafts are sound.
+        fault_B: int64, what is wrong with the row after the kept drafts, which are sound: 0 nothing, 1 NaN or +inf in
+            it, 2 no token left in it (all -inf).
         num_zero_q_B: int64, drafts that their own q says were impossible; refused, and a sign of a broken drafter.
     """
 
     accepted_B: Tensor
     bonus_ids_B: Tensor
-    bad_B: Tensor
+    fault_B: Tensor
     num_zero_q_B: Tensor
 
-
-def accepts_draft(log_p: Tensor, log_q: Tensor, log_u: Tensor) -> Tensor:
-    """Tell whether a draft is kept: u < p/q, strictly, so that p = 0 is refused even for u = 0.
-
-    Args:
-        log_p: float, the target's log-probability of the draft.
-        log_q: float, the drafter's.
-        log_u: float, log of a uniform in (0, 1).
-    """
-    return (log_p > log_u + log_q) & (log_q > -torch.inf)
-
-
-def residual_log_weights(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Give ln max(p - q, 0), without the cancellation of a subtraction.
-
-    Args:
-        log_p: float, normalised log-probabilities of the target.
-        log_q: float, of the drafter; -inf where it cannot draft.
-
-    Returns:
-        Unnormalised log-weights; -inf where q >= p, and where both are 0.
-    """
-    # ln(1 - e^d) through expm1 keeps its digits for p close to q. Where d is NaN (-inf minus -inf) q < p is false.
-    return torch.where(log_q < log_p, log_p + torch.log(-torch.expm1(log_q - log_p)), -torch.inf)
-
-
-def one_hot_residual(logits_BV: Tensor, draft_ids_B: Tensor) -> Tensor:
-    """Give the log-weights of p without the refused draft.
-
-    Args:
-        logits_BV: float processed logits of the refusing row.
-        draft_ids_B: int64 refused drafts, in [0, V).
-    """
-    return logits_BV.scatter(1, draft_ids_B.unsqueeze(1), -torch.inf)
-
-
-def candidate_residual(logits_BV: Tensor, candidate_ids_BC: Tensor, log_q_BC: Tensor) -> Tensor:
-    """Give ln max(p - q, 0) over the vocabulary for a q that lives on a few candidates.
-
-    Args:
-        logits_BV: float32 processed logits of the refusing row.
-        candidate_ids_BC: int64 ids in [0, V); padding is -1.
-        log_q_BC: float32; -inf for padding.
-    """
-    log_p_BV = logits_BV - torch.logsumexp(logits_BV, dim=-1, keepdim=True)
-    ids_BC = candidate_ids_BC.clamp(min=0)
-    weights_BC = residual_log_weights(log_p_BV.gather(1, ids_BC), log_q_BC)
-    # A residual weight never exceeds ln p, so with amin a padding lane (its weight is ln p) can't undo a real one.
-    return log_p_BV.scatter_reduce(1, ids_BC, weights_BC, "amin")
+    @property
+    def bad_B(self) -> Tensor:
+        """Where there is no bonus token, bool."""
+        return self.fault_B > SOUND
 
 
 def verify_block(
@@ -107,6 +74,7 @@ def verify_block(
     step_B: Tensor,
     candidate_ids_BKC: Tensor | None = None,
     log_q_BKC: Tensor | None = None,
+    method: VerifyMethod = "standard",
     all_greedy: bool = False,
 ) -> VerifiedBlock:
     """Count each request's accepted drafts and draw the target's own token after them.
@@ -122,6 +90,7 @@ def verify_block(
             together with `log_q_BKC` judges every draft as one-hot.
         log_q_BKC: float32 log-probabilities they were drawn with; ids outside have q = 0. A one-hot row among others
             is one candidate with 0 and the rest -inf.
+        method: of sampled requests; "match" and "coupled" do not look at q. All are lossless, see `is_lossless`.
         all_greedy: every request is greedy (the host knows); costs one argmax over the logits.
 
     Returns:
@@ -131,47 +100,99 @@ def verify_block(
         ShapeError: logits without one row more than drafts, or candidates that do not match them.
     """
     _check_shapes(draft_ids_BK, processed_BLV, candidate_ids_BKC, log_q_BKC)
-    best_BL, argmax_ids_BL = processed_BLV.max(dim=-1)
-    is_sound_BL = best_BL.isfinite()
-    agrees_BK = draft_ids_BK.eq(argmax_ids_BL[:, :-1])
     if all_greedy:
-        accepted_B, bad_B = _count_accepted(agrees_BK, is_sound_BL)
-        bonus_ids_B = _at_stop(argmax_ids_BL, accepted_B).masked_fill(bad_B, NO_TOKEN)
-        return VerifiedBlock(accepted_B, bonus_ids_B, bad_B, torch.zeros_like(accepted_B))
+        best_BL, argmax_ids_BL = processed_BLV.max(dim=-1)
+        fault_BL = fault_of_rows(best_BL)
+        is_kept_BK = draft_ids_BK.eq(argmax_ids_BL[:, :-1]) & (fault_BL[:, :-1] == SOUND)
+        return _stopped_at(acceptance.count_leading(is_kept_BK), argmax_ids_BL, fault_BL)
+    run = choose("verify_block", processed_BLV, verify_block_reference, verify_block_triton)
+    settings = (temperature_B, seed_B, anchor_position_B, step_B)
+    return run(draft_ids_BK, processed_BLV, candidate_ids_BKC, log_q_BKC, *settings, method)
 
+
+def verify_block_reference(
+    draft_ids_BK: Tensor,
+    processed_BLV: Tensor,
+    candidate_ids_BKC: Tensor | None,
+    log_q_BKC: Tensor | None,
+    temperature_B: Tensor,
+    seed_B: Tensor,
+    anchor_position_B: Tensor,
+    step_B: Tensor,
+    method: VerifyMethod,
+) -> VerifiedBlock:
+    """The definition: acceptance on the drafts' own logits, then one draw over the vocabulary at each stop row."""
+    best_BL, argmax_ids_BL = processed_BLV.max(dim=-1)
+    fault_BL = fault_of_rows(best_BL)
     is_greedy_B = rows_are_greedy(temperature_B)
     is_draft_BK = draft_ids_BK >= 0
+    is_judged_BK = is_draft_BK & (fault_BL[:, :-1] == SOUND)
+    own_ids_BL = argmax_ids_BL
+    if not acceptance.reads_q(method):
+        drawn_ids_BL = _draw_every_row(processed_BLV, seed_B, anchor_position_B)
+        own_ids_BL = torch.where(is_greedy_B.unsqueeze(1), argmax_ids_BL, drawn_ids_BL)
+    accepted_B = acceptance.count_leading(draft_ids_BK.eq(own_ids_BL[:, :-1]) & is_judged_BK)
+    if not acceptance.reads_q(method):
+        return _stopped_at(accepted_B, own_ids_BL, fault_BL)
+
     log_p_BK = _log_p_of_drafts(draft_ids_BK, processed_BLV[:, :-1])
-    log_q_BK = _log_q_of_drafts(draft_ids_BK, candidate_ids_BKC, log_q_BKC)
-    log_u_BK = _log_acceptance_uniforms(seed_B, step_B, anchor_position_B, draft_ids_BK.shape[1])
-    keeps_BK = accepts_draft(log_p_BK, log_q_BK, log_u_BK) & is_draft_BK
-    keeps_BK = torch.where(is_greedy_B.unsqueeze(1), agrees_BK, keeps_BK)
-    accepted_B, bad_B = _count_accepted(keeps_BK, is_sound_BL)
+    log_q_BK = acceptance.log_q_of_drafts(draft_ids_BK, candidate_ids_BKC, log_q_BKC)
+    log_u_BK = acceptance.log_acceptance_uniforms(seed_B, step_B, anchor_position_B, draft_ids_BK.shape[1])
+    behind = None
+    if method == "block":
+        behind = _rows_behind(draft_ids_BK, processed_BLV, candidate_ids_BKC, log_q_BKC)
+    by_ratio_B, log_pi_B = acceptance.count_by_ratio(is_judged_BK, log_p_BK, log_q_BK, log_u_BK, behind)
+    accepted_B = torch.where(is_greedy_B, accepted_B, by_ratio_B)
     drawn_ids_B = _draw_at_stop_row(
-        draft_ids_BK, processed_BLV, accepted_B, seed_B, anchor_position_B, candidate_ids_BKC, log_q_BKC
+        draft_ids_BK, processed_BLV, accepted_B, seed_B, anchor_position_B, candidate_ids_BKC, log_q_BKC, log_pi_B
     )
-    bonus_ids_B = torch.where(is_greedy_B, _at_stop(argmax_ids_BL, accepted_B), drawn_ids_B)
     is_impossible_BK = (log_q_BK == -torch.inf) & is_draft_BK & ~is_greedy_B.unsqueeze(1)
+    verdict = _stopped_at(accepted_B, argmax_ids_BL, fault_BL)
+    bonus_ids_B = torch.where(is_greedy_B, verdict.bonus_ids_B, drawn_ids_B)
     return VerifiedBlock(
-        accepted_B, bonus_ids_B.masked_fill(bad_B, NO_TOKEN), bad_B, is_impossible_BK.long().sum(dim=1)
+        accepted_B,
+        bonus_ids_B.masked_fill(verdict.bad_B, NO_TOKEN),
+        verdict.fault_B,
+        is_impossible_BK.long().sum(dim=1),
     )
 
 
-def _at_stop(values_BL: Tensor, accepted_B: Tensor) -> Tensor:
-    return values_BL.gather(1, accepted_B.unsqueeze(1)).squeeze(1)
+def verify_block_triton(
+    draft_ids_BK: Tensor,
+    processed_BLV: Tensor,
+    candidate_ids_BKC: Tensor | None,
+    log_q_BKC: Tensor | None,
+    temperature_B: Tensor,
+    seed_B: Tensor,
+    anchor_position_B: Tensor,
+    step_B: Tensor,
+    method: VerifyMethod,
+) -> VerifiedBlock:
+    """Two kernels, called as the reference is; equal to it but for near-ties, see `finalise_block`."""
+    candidates = acceptance.candidate_rows(draft_ids_BK, candidate_ids_BKC, log_q_BKC)
+    if not acceptance.reads_q(method):  # no id is left out of the rows' own draws
+        candidates = acceptance.CandidateRows(candidates.ids_BKC[..., :0], candidates.log_q_BKC[..., :0])
+    tiles = vocab_statistics_triton(processed_BLV, candidates.ids_BKC, temperature_B, seed_B, anchor_position_B)
+    settings = (temperature_B, seed_B, anchor_position_B, step_B)
+    verdict: Verdict = finalise_block_triton(tiles, draft_ids_BK, processed_BLV, candidates, *settings, method)
+    return VerifiedBlock(*verdict)
 
 
-def _count_accepted(keeps_BK: Tensor, is_sound_BL: Tensor) -> tuple[Tensor, Tensor]:
-    """Count drafts up to the first refusal; an unsound row refuses, and is bad if it is the one that stopped."""
-    accepted_B = (keeps_BK & is_sound_BL[:, :-1]).long().cumprod(dim=1).sum(dim=1)  # ones end at the first refusal
-    return accepted_B, ~_at_stop(is_sound_BL, accepted_B)
+def _stopped_at(accepted_B: Tensor, choice_ids_BL: Tensor, fault_BL: Tensor) -> VerifiedBlock:
+    """The verdict of requests whose every row has its own choice already."""
+    fault_B = at_row(fault_BL, accepted_B)
+    bonus_ids_B = at_row(choice_ids_BL, accepted_B).masked_fill(fault_B != SOUND, NO_TOKEN)
+    return VerifiedBlock(accepted_B, bonus_ids_B, fault_B, torch.zeros_like(accepted_B))
 
 
-def _log_acceptance_uniforms(seed_B: Tensor, step_B: Tensor, anchor_position_B: Tensor, num_drafts: int) -> Tensor:
-    position_BK = anchor_position_B.unsqueeze(1) + torch.arange(num_drafts, device=seed_B.device)
-    seed_B1 = noise.mix_step(seed_B, step_B).unsqueeze(1)
-    word_BK = noise.hash32(seed_B1, position_BK, torch.zeros_like(position_BK), noise.ACCEPT)
-    return noise.uniform_from_hash(word_BK).log()
+def _draw_every_row(processed_BLV: Tensor, seed_B: Tensor, anchor_position_B: Tensor) -> Tensor:
+    """One draw of p per row, row by row: the noise of a whole block at once would be many times the logits' size."""
+    vocab_size = processed_BLV.shape[2]
+    drawn = []
+    for row in range(processed_BLV.shape[1]):
+        noise_BV = noise.gumbel_noise(seed_B, anchor_position_B + row, vocab_size, domain=noise.TARGET)
+        drawn.append(pick_largest(processed_BLV[:, row].float() + noise_BV))
+    return torch.stack(drawn, dim=1)
 
 
 def _log_p_of_drafts(draft_ids_BK: Tensor, processed_BKV: Tensor) -> Tensor:
@@ -180,13 +201,17 @@ def _log_p_of_drafts(draft_ids_BK: Tensor, processed_BKV: Tensor) -> Tensor:
     return drafted_BK - torch.logsumexp(logits_BKV, dim=-1)
 
 
-def _log_q_of_drafts(draft_ids_BK: Tensor, candidate_ids_BKC: Tensor | None, log_q_BKC: Tensor | None) -> Tensor:
-    if candidate_ids_BKC is None or log_q_BKC is None:
-        return torch.zeros(draft_ids_BK.shape, device=draft_ids_BK.device)
-    is_draft_BKC = candidate_ids_BKC.eq(draft_ids_BK.unsqueeze(2))
-    # A NaN q counts as impossible too: the draft is refused and counted.
-    usable_BKC = is_draft_BKC & ~log_q_BKC.isnan()
-    return log_q_BKC.float().masked_fill(~usable_BKC, -torch.inf).amax(dim=-1)
+def _rows_behind(
+    draft_ids_BK: Tensor, processed_BLV: Tensor, candidate_ids_BKC: Tensor | None, log_q_BKC: Tensor | None
+) -> RowsBehind:
+    """Look up what `block` needs of rows 1..K; the bonus row has no candidates, and is not read."""
+    ids_BKC, log_q_BKC = acceptance.candidate_rows(draft_ids_BK, candidate_ids_BKC, log_q_BKC)
+    ids_BKC = torch.nn.functional.pad(ids_BKC[:, 1:], (0, 0, 0, 1), value=NO_TOKEN)[:, : draft_ids_BK.shape[1]]
+    log_q_BKC = torch.nn.functional.pad(log_q_BKC[:, 1:], (0, 0, 0, 1), value=-torch.inf)[:, : draft_ids_BK.shape[1]]
+    logits_BKV = processed_BLV[:, 1:].float()
+    log_p_BKC = logits_BKV.gather(2, ids_BKC.clamp(min=0)) - torch.logsumexp(logits_BKV, dim=-1, keepdim=True)
+    log_p_BKC = log_p_BKC.masked_fill(ids_BKC < 0, -torch.inf)
+    return RowsBehind((1.0 - log_p_BKC.exp().sum(dim=-1)).clamp(min=0.0), log_p_BKC, log_q_BKC)
 
 
 def _draw_at_stop_row(
@@ -197,24 +222,24 @@ def _draw_at_stop_row(
     anchor_position_B: Tensor,
     candidate_ids_BKC: Tensor | None,
     log_q_BKC: Tensor | None,
+    log_pi_B: Tensor,
 ) -> Tensor:
     """Draw from the residual where a draft was refused, from p where the block or the proposals ended."""
     num_requests, num_rows, vocab_size = processed_BLV.shape
-    row_index_B11 = accepted_B.view(-1, 1, 1)
-    logits_BV = processed_BLV.gather(1, row_index_B11.expand(-1, 1, vocab_size)).squeeze(1).float()
+    logits_BV = at_row(processed_BLV, accepted_B).float()
     # The bonus row has no draft to refuse, exactly like a placeholder.
     no_draft_B1 = draft_ids_BK.new_full((num_requests, 1), NO_TOKEN)
-    refused_B = _at_stop(torch.cat([draft_ids_BK, no_draft_B1], dim=1), accepted_B)
+    refused_B = at_row(torch.cat([draft_ids_BK, no_draft_B1], dim=1), accepted_B)
     weights_BV = logits_BV
     if num_rows > 1:
-        if candidate_ids_BKC is None or log_q_BKC is None:
-            residual_BV = one_hot_residual(logits_BV, refused_B.clamp(min=0))
+        if candidate_ids_BKC is None or log_q_BKC is None:  # q = 1 at the draft leaves nothing of it for any pi
+            residual_BV = acceptance.one_hot_residual(logits_BV, refused_B.clamp(min=0))
         else:
-            draft_index_B1C = row_index_B11.clamp(max=num_rows - 2).expand(-1, 1, candidate_ids_BKC.shape[2])
-            residual_BV = candidate_residual(
+            draft_index_B = accepted_B.clamp(max=num_rows - 2)
+            residual_BV = acceptance.candidate_residual(
                 logits_BV,
-                candidate_ids_BKC.gather(1, draft_index_B1C).squeeze(1),
-                log_q_BKC.gather(1, draft_index_B1C).squeeze(1).float(),
+                at_row(candidate_ids_BKC, draft_index_B),
+                at_row(log_q_BKC, draft_index_B).float() - log_pi_B.unsqueeze(1),
             )
         # Rounding can refuse although p equals q and nothing is left over; p itself is then the right draw.
         has_residual_B = (refused_B >= 0) & (residual_BV.amax(dim=-1) > -torch.inf)

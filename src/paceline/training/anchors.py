@@ -1,10 +1,13 @@
-"""Which draft blocks a conversation teaches, what they may see, and what they must predict (fill-in layout).
+"""Which draft blocks a conversation teaches, what they may see, and what they must predict.
+
+Every family drafts the tokens after an anchor, so labels and marks are the same for all: row k of a block stands for
+the token at anchor + k, row 0 for the anchor itself. Which row of the network gives draft k is the family's business.
 
 An anchor imitates the moment after a verification: its token is known, its hidden state is not. A block therefore sees
 the context strictly before its anchor, and its own rows; seeing more is the classic leak that trains beautifully and
 accepts nothing.
 
-B rows, S tokens, A blocks per row, Q rows per block.
+B rows, S tokens, A blocks per row, Q rows per block: the anchor and every draft.
 """
 
 from __future__ import annotations
@@ -35,9 +38,12 @@ class Blocks:
 
 
 def anchor_candidates(supervised_BS: Tensor) -> Tensor:
-    """bool [B, S]: supervised tokens whose successor is supervised too, so that the block has something to predict."""
+    """bool [B, S]: supervised tokens whose successor is supervised too, so that the block has something to predict.
+
+    Never the first token: serving has read one before it drafts, and EAGLE-3 starts from the state of that one.
+    """
     follows = torch.zeros_like(supervised_BS)
-    follows[:, :-1] = supervised_BS[:, 1:]
+    follows[:, 1:-1] = supervised_BS[:, 2:]
     return supervised_BS & follows
 
 
@@ -76,7 +82,15 @@ def all_anchors(supervised_BS: Tensor) -> tuple[Tensor, Tensor]:
 def make_blocks(
     token_ids_BS: Tensor, supervised_BS: Tensor, anchors_BA: Tensor, valid_BA: Tensor, block_size: int
 ) -> Blocks:
-    """Positions, labels and loss marks of every block row; `valid_BA` blocks only."""
+    """Positions, labels and loss marks of every block row; `valid_BA` blocks only.
+
+    Args:
+        token_ids_BS: int64.
+        supervised_BS: bool.
+        anchors_BA: int64.
+        valid_BA: bool.
+        block_size: Q, one more than a block drafts, whatever the layout.
+    """
     width = token_ids_BS.shape[1]
     offsets = torch.arange(block_size, device=anchors_BA.device)
     positions = anchors_BA.unsqueeze(-1) + offsets

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
 import json
 import logging
-import platform
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,34 +12,27 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from paceline import __version__
-from paceline.checkpoint.contract import (
-    ConvolutionSettings,
-    DrafterContract,
-    SelectorSettings,
-    TargetContract,
-    TargetLayerId,
-)
-from paceline.checkpoint.dialects import default_target_layer_ids
 from paceline.checkpoint.export import split_fused, write_drafter_folder
 from paceline.checkpoint.names import drafter_destinations
 from paceline.checkpoint.weights import disk_full_as_capacity_error, write_text_atomic
 from paceline.configuration.load import to_toml
 from paceline.configuration.run import TrainRun
 from paceline.errors import ConfigError, NumericError
-from paceline.models.building import empty_drafter, initialise_drafter
+from paceline.models.building import empty_drafter
 from paceline.models.fingerprint import PROBE_TOKENS, record_fingerprint
-from paceline.models.layers import DecoderLayer
 from paceline.models.loading import LoadedTarget, resolve_device
+from paceline.training.contract import drafter_contract
 from paceline.training.data import Batch, BatchOrder, Conversations, join, read_conversations, split_held_out
 from paceline.training.features import TargetFeatures
 from paceline.training.interrupt import StopRequest
 from paceline.training.objective import Objective
 from paceline.training.optimizer import RateSchedule, make_optimizer
+from paceline.training.provenance import file_hashes, run_identity, versions
 from paceline.training.resume import Progress, latest_checkpoint, load_state, save_state
 from paceline.training.simulate import simulate
+from paceline.training.starting import starting_drafter
 from paceline.training.step import StepResult, StepSettings, train_step
-from paceline.training.tracking import MetricsFile
+from paceline.training.tracking import Meter, MetricsFile
 
 _log = logging.getLogger(__name__)
 
@@ -93,78 +82,6 @@ def read_data(run: TrainRun, target: LoadedTarget) -> TrainingData:
     return TrainingData(join(train), held_out)
 
 
-def drafter_contract(run: TrainRun, target: TargetContract) -> DrafterContract:
-    """What the drafter of a run will promise; its heads and RoPE are the target's.
-
-    Raises:
-        ConfigError: a tap, the mask id or a position does not exist in this target.
-    """
-    asked = run.drafter
-    if run.data.max_length > target.max_position_embeddings:
-        raise ConfigError(
-            f"data.max_length is {run.data.max_length}; the target has {target.max_position_embeddings} positions",
-            origin={"target": target.origin},
-            hint=f"data.max_length={target.max_position_embeddings}",
-        )
-    layers = asked.target_layer_ids or default_target_layer_ids(target.num_layers, asked.num_taps)
-    if layers[-1] >= target.num_layers - 1:
-        raise ConfigError(
-            f"drafter.target_layer_ids ends at {layers[-1]}; the target has {target.num_layers} layers, "
-            f"of which {target.num_layers - 2} is the last that can be tapped",
-            hint="leave target_layer_ids out to spread the taps",
-        )
-    if asked.mask_token_id >= target.vocab_size:
-        raise ConfigError(
-            f"drafter.mask_token_id {asked.mask_token_id} is outside the vocabulary of {target.vocab_size}"
-        )
-    is_dflash2 = asked.family == "dflash2"
-    if is_dflash2 and target.hidden_size % asked.conv_group_size:
-        raise ConfigError(
-            f"drafter.conv_group_size {asked.conv_group_size} does not divide the width, {target.hidden_size}"
-        )
-    return DrafterContract(
-        family=asked.family,
-        origin=str(run.output),
-        target_name=_portable(target.name),
-        target_num_layers=target.num_layers,
-        target_hidden_size=target.hidden_size,
-        target_vocab_size=target.vocab_size,
-        target_layer_ids=tuple(TargetLayerId(layer) for layer in layers),
-        aux_hidden_stream="prefix",
-        has_tap_norm=asked.tap_norm,
-        block_size=asked.block_size,
-        layout="fill_in",
-        mask_token_id=asked.mask_token_id,
-        vocab_size=target.vocab_size,
-        draft_vocab_size=target.vocab_size,
-        num_layers=asked.num_layers,
-        hidden_size=target.hidden_size,
-        intermediate_size=asked.intermediate_size,
-        num_heads=target.num_heads,
-        num_kv_heads=target.num_kv_heads,
-        head_size=target.head_size,
-        rms_norm_eps=target.rms_norm_eps,
-        attention_bias=False,
-        rope=target.rope,
-        is_neox_style=True,
-        max_position_embeddings=target.max_position_embeddings,
-        layer_windows=(None,) * asked.num_layers,
-        layer_causal=(False,) * asked.num_layers,
-        input_embedding_scale=1.0,
-        output_multiplier=1.0,
-        final_logit_softcapping=None,
-        draft_sample_method=asked.draft_sample_method,
-        dtype="bfloat16",
-        convolution=ConvolutionSettings(asked.conv_kernel_size, asked.conv_group_size) if is_dflash2 else None,
-        selector=SelectorSettings(asked.selector_rank, asked.selector_top_k) if is_dflash2 else None,
-    )
-
-
-def _portable(name: str) -> str:
-    """A target's name as another machine may read it: an alias or hub name as typed, of a path the last part."""
-    return Path(name).name if Path(name).exists() else name
-
-
 def train(run: TrainRun, target: LoadedTarget, *, resume: bool = False) -> Outcome:
     """Run to the end, or to the first request to stop.
 
@@ -199,14 +116,15 @@ class _Run:
                 chunk_rows=run.objective.chunk_rows,
                 compiled=is_gpu,
                 selector=run.objective.selector_weight,
+                l1=weights.get("l1", 0.0),
+                confidence=run.objective.confidence_weight,
             ),
             num_anchors=run.schedule.num_anchors,
-            block_size=run.drafter.block_size,
             clip_norm=run.optimizer.clip_norm,
             mixed_precision=is_gpu,
         )
         self.contract = drafter_contract(run, target.contract)
-        self.drafter = initialise_drafter(self.contract, self.device, seed=run.seed)
+        self.drafter = starting_drafter(run, self.contract, target, data.train, self.device)
         self.features = TargetFeatures(target.model, self.contract.target_layer_ids, self.contract.aux_hidden_stream)
         self.optimizer = make_optimizer(
             self.drafter, weight_decay=run.optimizer.weight_decay, betas=run.optimizer.betas
@@ -229,7 +147,7 @@ class _Run:
         metrics = MetricsFile(run.output / "metrics.jsonl", resume_step=progress.step if resume else None)
         checkpoint = latest_checkpoint(self.checkpoints)
         bad_in_a_row = 0
-        meter = _Meter(progress.step, run.schedule.num_steps)
+        meter = Meter(progress.step, run.schedule.num_steps)
         with StopRequest() as stop, ThreadPoolExecutor(1) as loader:
             for step, batches in self._batches(progress.step, loader):
                 rate = self.rates.rate(progress.num_updates)  # a skipped step does not advance the schedule
@@ -343,6 +261,7 @@ class _Run:
         """Write the drafter folder, in bf16, with the fingerprint of the target that it was trained on."""
         exported = empty_drafter(self.contract, torch.bfloat16, self.device)
         exported.load_state_dict(self.drafter.state_dict())
+        exported.vocabulary.set_tables(self.drafter.vocabulary.target_ids_V, None)
         probe_source = next((c for c in self.data.held_out.values() if len(c)), self.data.train)
         probe = [int(token) for token in probe_source.tokens[:PROBE_TOKENS]]  # across borders, if texts are short
         folder = self.run.output / "drafter"
@@ -351,36 +270,13 @@ class _Run:
             self.contract,
             split_fused(exported.checkpoint_parameters(), drafter_destinations(self.contract)),
             record_fingerprint(self.target.model, exported, probe),
-            {"step": step, **self._identity(), "data.files": self._file_hashes(), "versions": _versions()},
+            {"step": step, **self._identity(), "data.files": file_hashes(self.run.data.files), "versions": versions()},
+            draft_to_target=exported.vocabulary.target_ids_V,
         )
         return folder
 
-    def _file_hashes(self) -> dict[str, str]:
-        """SHA-256 of every data file, by name."""
-        hashes = {}
-        for path in self.run.data.files:
-            with path.open("rb") as file:
-                hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-        return hashes
-
     def _identity(self) -> dict[str, object]:
-        """What makes two attempts the same run: settings that change the numbers, data, target."""
-        settings = self.run.model_dump(mode="json", exclude={"output", "device", "evaluate", "checkpoint"})
-        settings["data"].pop("files")
-        settings["target"].pop("name")  # the weights below say which it is, wherever it lies
-        sections = {section: values for section, values in settings.items() if isinstance(values, dict)}
-        flat = {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
-        digest = hashlib.sha256()
-        last_layer = self.target.model.layers[-1]
-        assert isinstance(last_layer, DecoderLayer)
-        for parameter in (self.target.model.embed_tokens.weight, last_layer.mlp.down_proj.weight):
-            digest.update(parameter.detach().float().cpu().numpy().tobytes())
-        return {
-            **flat,
-            "seed": self.run.seed,
-            "data_sha256": self.data.train.fingerprint(),
-            "target_weights_sha256": digest.hexdigest(),
-        }
+        return run_identity(self.run, self.data.train, self.target.model)
 
     def _gave_up(self, step: int, batches: list[Batch]) -> NumericError:
         dump = self.run.output / f"non-finite-step-{step}.json"
@@ -390,65 +286,3 @@ class _Run:
             origin={"token ids": dump, "run": self.run.output},
             hint="a smaller optimizer.learning_rate and another output folder",
         )
-
-
-def _versions() -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in ("torch", "numpy")} | {
-        "paceline": __version__,
-        "python": platform.python_version(),
-    }
-
-
-class _Meter:
-    """Sums between two rows of metrics, and the time left."""
-
-    def __init__(self, first_step: int, num_steps: int) -> None:
-        self._num_steps, self._first_step, self._began = num_steps, first_step, time.perf_counter()
-        self._reset()
-
-    def add(self, result: StepResult) -> None:
-        """Take in one step."""
-        self._results.append(result)
-
-    def row(self, step: int, rate: float) -> dict[str, object]:
-        """One row over the steps since the last, which is also logged."""
-        now = time.perf_counter()
-        results, seconds = self._results, now - self._since
-        correct = torch.stack([r.correct_Q for r in results]).sum(0).tolist()
-        counted = torch.stack([r.counted_Q for r in results]).sum(0).tolist()
-        finite = [r for r in results if bool(r.is_finite)]  # the mean of a NaN is no number, and NaN is no JSON
-        loss = float(torch.stack([r.loss for r in finite]).mean()) if finite else None
-        norm = float(torch.stack([r.gradient_norm for r in finite]).mean()) if finite else None
-        tokens_per_second = sum(r.num_tokens for r in results) / seconds
-        left = (now - self._began) / (step - self._first_step) * (self._num_steps - step)
-        accuracy = [c / n if n else None for c, n in zip(correct[1:], counted[1:], strict=True)]
-        first = f"{accuracy[0]:.3f}" if accuracy and accuracy[0] is not None else "-"
-        _log.info(
-            "step %d/%d loss %s first-row accuracy %s rate %.2e %.0f tok/s, %.0f s left",
-            step,
-            self._num_steps,
-            "not finite" if loss is None else f"{loss:.4f}",
-            first,
-            rate,
-            tokens_per_second,
-            left,
-        )
-        row = {
-            "kind": "train",
-            "step": step,
-            "loss": loss,
-            "gradient_norm": norm,
-            "rate": rate,
-            "num_steps": len(results),
-            "seconds": seconds,
-            "tokens_per_second": tokens_per_second,
-            "num_rows": sum(counted),
-            "num_bad_steps": len(results) - len(finite),
-            "accuracy_by_row": accuracy,
-        }
-        self._reset()
-        return row
-
-    def _reset(self) -> None:
-        self._results: list[StepResult] = []
-        self._since = time.perf_counter()

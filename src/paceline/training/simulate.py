@@ -12,17 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from paceline.models.drafters.block_drafter import BlockDrafter
-from paceline.models.drafters.proposal import DraftSampling
+from paceline.models.drafters.table import Drafter
 from paceline.training.anchors import all_anchors, make_blocks
 from paceline.training.data import Conversations
+from paceline.training.drafting import greedy_drafts
 from paceline.training.features import TargetFeatures
-from paceline.training.objective import draft_blocks
 from paceline.training.step import autocast
-
-_HEAD_ROWS = 8192  # rows of logits at a time
 
 
 @dataclass(frozen=True)
@@ -68,22 +64,9 @@ def _walk_responses(accepted: np.ndarray, anchors: np.ndarray) -> list[int]:
     return visited
 
 
-def _greedy_drafts(drafter: BlockDrafter, target: TargetFeatures, hidden_BAKD: Tensor, anchors_BA: Tensor) -> Tensor:
-    """What the drafter would propose from every anchor, int64 [B, A, K], by its own serving code."""
-    num_drafts = hidden_BAKD.shape[2]
-    anchors = anchors_BA.flatten()
-    num_blocks = max(1, _HEAD_ROWS // num_drafts)
-    ids = []
-    for hidden, some in zip(hidden_BAKD.flatten(0, 1).split(num_blocks), anchors.split(num_blocks), strict=True):
-        nothing = torch.zeros_like(some)
-        greedy = DraftSampling("greedy", nothing.float(), nothing, nothing, nothing)
-        ids.append(drafter.propose(hidden, drafter.logits(hidden, target), some, greedy).ids_BK)
-    return torch.cat(ids).view(*anchors_BA.shape, num_drafts)
-
-
 @torch.no_grad()
 def simulate(
-    drafter: BlockDrafter,
+    drafter: Drafter,
     target: TargetFeatures,
     conversations: Conversations,
     *,
@@ -102,21 +85,17 @@ def simulate(
         mixed_precision: as in training.
     """
     device = next(drafter.parameters()).device
-    block_size = drafter.contract.block_size
-    reached = np.zeros(block_size - 1, np.int64)
+    num_drafts = drafter.contract.num_draft_tokens
+    reached = np.zeros(num_drafts, np.int64)
     all_accepted, num_anchors = 0, 0
     totals: list[tuple[int, int]] = []
     for first in range(0, len(conversations), batch_size):
         indices = range(first, min(first + batch_size, len(conversations)))
         batch = conversations.batch(indices, max_length).to(device)
         anchors, valid = all_anchors(batch.supervised_BS)
-        blocks = make_blocks(batch.token_ids_BS, batch.supervised_BS, anchors, valid, block_size)
-        anchor_ids = batch.token_ids_BS.gather(1, anchors)
+        blocks = make_blocks(batch.token_ids_BS, batch.supervised_BS, anchors, valid, num_drafts + 1)
         with autocast(device, mixed_precision):
-            features = target(batch.token_ids_BS)
-            rows = drafter.embed(drafter.block_ids(anchor_ids, block_size - 1), target)
-            hidden = drafter.predicted_rows(draft_blocks(drafter, features.taps, rows, blocks))
-            ids = _greedy_drafts(drafter, target, hidden.to(target.head_VD.dtype), anchor_ids)
+            ids = greedy_drafts(drafter, target, target(batch.token_ids_BS), batch.token_ids_BS, blocks)
         labels = blocks.labels_BAQ[:, :, 1:]
         right = ids.eq(labels) & blocks.counts_BAQ[:, :, 1:]
         accepted_BA = right.long().cumprod(-1).sum(-1).cpu().numpy()
@@ -128,12 +107,12 @@ def simulate(
                 continue
             all_accepted, num_anchors = all_accepted + int(counts.sum()), num_anchors + len(counts)
             kept = counts[steps]
-            reached += (kept[:, None] > np.arange(block_size - 1)).sum(0)
+            reached += (kept[:, None] > np.arange(num_drafts)).sum(0)
             # A step whose bonus would pass the end delivers one token less, exactly as a length limit does in serving.
             totals.append((len(counts), len(steps)))
     num_steps = sum(steps for _, steps in totals)
     if num_steps == 0:
-        return Simulation(1.0, 1.0, (0.0,) * (block_size - 1), ())
+        return Simulation(1.0, 1.0, (0.0,) * num_drafts, ())
     return Simulation(
         acceptance_length=1 + float(reached.sum()) / num_steps,
         all_anchor_length=1 + all_accepted / num_anchors,

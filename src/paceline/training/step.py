@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.models.drafters.block_drafter import BlockDrafter
+from paceline.models.drafters.table import Drafter
 from paceline.training.anchors import make_blocks, sample_anchors
 from paceline.training.data import Batch
+from paceline.training.drafting import states_after_labels
 from paceline.training.features import TargetFeatures
-from paceline.training.objective import Objective, Scores, position_weights, score_blocks
+from paceline.training.objective import Objective, Scores, only_drafted, position_weights, score_drafts
 
 
 @dataclass(frozen=True)
@@ -23,14 +24,12 @@ class StepSettings:
     Attributes:
         objective: loss weights.
         num_anchors: blocks per conversation.
-        block_size: rows per block.
         clip_norm: largest gradient norm.
         mixed_precision: bf16 products on float32 masters (GPU); false computes all in float32.
     """
 
     objective: Objective
     num_anchors: int
-    block_size: int
     clip_norm: float
     mixed_precision: bool
 
@@ -53,7 +52,7 @@ def autocast(device: torch.device, enabled: bool) -> contextlib.AbstractContextM
 
 
 def train_step(
-    drafter: BlockDrafter,
+    drafter: Drafter,
     target: TargetFeatures,
     optimizer: torch.optim.Optimizer,
     batches: Sequence[Batch],
@@ -77,31 +76,25 @@ def train_step(
         Sums and means; if the loss or the gradient norm is not finite, nothing was updated.
     """
     device = next(drafter.parameters()).device
-    weights_Q = position_weights(settings.block_size, settings.objective.gamma)
+    num_rows = drafter.contract.num_draft_tokens + 1
+    weights_Q = position_weights(num_rows, settings.objective.gamma).to(device)
     prepared = []
-    total_weight = torch.zeros(())
+    total_weight = torch.zeros((), device=device)
     for part, batch in enumerate(batches):
         anchors, valid = sample_anchors(batch.supervised_BS, settings.num_anchors, generators(part))
-        blocks = make_blocks(batch.token_ids_BS, batch.supervised_BS, anchors, valid, settings.block_size)
+        here = batch.to(device)
+        blocks = make_blocks(here.token_ids_BS, here.supervised_BS, anchors.to(device), valid.to(device), num_rows)
+        blocks = only_drafted(blocks, drafter)
         total_weight = total_weight + (blocks.counts_BAQ * weights_Q).sum()
-        prepared.append((batch, anchors, valid))
-    total_weight = total_weight.clamp(min=1e-6).to(device)
+        prepared.append((here.token_ids_BS, blocks))
+    total_weight = total_weight.clamp(min=1e-6)
 
     parts: list[Scores] = []
-    for batch, anchors, valid in prepared:
-        here = batch.to(device)
-        here_anchors, here_valid = anchors.to(device), valid.to(device)
-        blocks = make_blocks(here.token_ids_BS, here.supervised_BS, here_anchors, here_valid, settings.block_size)
-        anchor_ids = here.token_ids_BS.gather(1, blocks.anchors_BA)
+    for token_ids_BS, blocks in prepared:
         with autocast(device, settings.mixed_precision):
-            scores = score_blocks(
-                drafter,
-                target(here.token_ids_BS),
-                drafter.embed(drafter.block_ids(anchor_ids, settings.block_size - 1), target),
-                blocks,
-                target.head_VD,
-                settings.objective,
-            )
+            features = target(token_ids_BS)
+            hidden_BAKD = states_after_labels(drafter, target, features, token_ids_BS, blocks)
+            scores = score_drafts(drafter, hidden_BAKD, features, blocks, target.head_VD, settings.objective)
         (scores.loss_sum / total_weight).backward()
         parts.append(scores)
     loss = sum((s.loss_sum.detach() for s in parts), torch.zeros((), device=device)) / total_weight

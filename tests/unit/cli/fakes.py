@@ -48,16 +48,21 @@ class FakeEngine:
     has_drafter: bool = True
     interrupt_after: int | None = None
     last_reason: str = "stop"
+    error: str = "the logits hold a NaN or an infinity"
+    num_dead_ends: int = 0
     max_model_len: int = 2048
     running: dict[str, _Running] = field(default_factory=dict)
     results: dict[str, Any] = field(default_factory=dict)
     num_steps: int = 0
     seeds: list[int | None] = field(default_factory=list)
+    asked: list[Any] = field(default_factory=list)
+    verify_method: str = "standard"
 
     def add_request(self, prompt_ids: Sequence[int], sampling: Any, request_id: str | None = None) -> str:
         name = f"r{len(self.results) + len(self.running)}"
         answer = self.answer[: sampling.max_tokens]
         self.seeds.append(sampling.seed)
+        self.asked.append(sampling)
         trace = RequestTrace(name, len(prompt_ids), first_token_id=ord(answer[0]), prefill_ms=1.0, method="fake")
         self.running[name] = _Running(list(prompt_ids), trace, answer[1:], answer[0])
         return name
@@ -110,7 +115,22 @@ class FakeEngine:
             finish_reason=reason,
             stop_reason=None,
             trace=request.trace,
+            logprobs=self._logprobs(request),
+            error=self.error if reason == "error" else None,
+            verify_method=self.verify_method,
+            is_lossless=True,
         )
+
+    def _logprobs(self, request: _Running) -> Any:
+        if self.asked[-1].logprobs is None:
+            return None
+        return tuple(
+            SimpleNamespace(token_id=token, logprob=-0.5, mode="raw", top=((token, -0.5),))
+            for token in request.trace.token_ids
+        )
+
+    def stats(self) -> Any:
+        return SimpleNamespace(num_dead_ends=self.num_dead_ends)
 
     def abort(self, request_id: str) -> None:
         if request_id in self.running:

@@ -135,7 +135,101 @@ def test_ctrl_c_with_json_still_gives_an_object(
 def test_bad_logits_are_a_failure(engines: dict[bool, FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
     engines[True].last_reason = "error"
     assert run(WITH_DRAFTER) == 1
-    assert "NumericError: prompt 'prompt-0'" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "NumericError: prompt 'prompt-0'" in error
+    assert "a NaN or an infinity" in error
+
+
+def test_rules_that_leave_nothing_are_the_callers_mistake(
+    engines: dict[bool, FakeEngine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    engines[True].last_reason, engines[True].error, engines[True].num_dead_ends = "error", "no token is allowed", 1
+    assert run(WITH_DRAFTER) == 2
+    assert "RequestError: prompt 'prompt-0', after 17 tokens: no token is allowed" in capsys.readouterr().err
+
+
+def test_drafts_judged_by_equality_are_compared_when_sampling(
+    engines: dict[bool, FakeEngine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    engines[True].verify_method = "match"
+    flags = [*WITH_DRAFTER, "--compare", "--temperature", "1", "--seed", "1", "--verify-method", "match"]
+    assert run(flags) == 0
+    assert "identical: yes" in capsys.readouterr().err
+    engines[False].answer = ANSWER.replace("wide", "wild")
+    assert run(flags) == 3
+
+
+def test_samples_have_seeds_of_their_own(engines: dict[bool, FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*PLAIN, "-p", "b", "--n", "2", "--temperature", "1", "--seed", "5", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["results"]
+    assert [(row["id"], row["sample_index"], row["seed"]) for row in rows] == [
+        ("prompt-0", 0, 5),
+        ("prompt-0", 1, 6),
+        ("prompt-1", 0, 7),
+        ("prompt-1", 1, 8),
+    ]
+
+
+def test_log_probabilities_are_in_the_object(
+    engines: dict[bool, FakeEngine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*PLAIN, "--logprobs", "1", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["results"]
+    assert len(row["logprobs"]) == len(row["token_ids"])
+    assert row["logprobs"][0] == {
+        "token_id": ord("h"),
+        "token": "h",
+        "logprob": -0.5,
+        "mode": "raw",
+        "top": [{"token_id": ord("h"), "token": "h", "logprob": -0.5}],
+    }
+    assert row["lossless"] is True and row["verify_method"] == "standard"
+
+
+def test_every_sampling_flag_reaches_the_engine(engines: dict[bool, FakeEngine], tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "integer"}')
+    flags = {
+        "--min-tokens": "3",
+        "--repetition-penalty": "1.2",
+        "--frequency-penalty": "0.5",
+        "--presence-penalty": "-0.5",
+        "--logit-bias": "42=-5",
+        "--allowed-token-id": "7",
+        "--bad-word": "no",
+        "--json-schema": f"@{schema}",
+        "--structure-begins-after": "</think>",
+        "--logprobs": "2",
+        "--logprobs-mode": "processed",
+        "--stop": "end",
+    }
+    arguments = [part for flag in flags.items() for part in flag]
+    assert run([*PLAIN, *arguments, "--include-stop-str-in-output"]) == 0
+    (asked,) = engines[False].asked
+    assert (asked.min_tokens, asked.repetition_penalty) == (3, 1.2)
+    assert (asked.frequency_penalty, asked.presence_penalty) == (0.5, -0.5)
+    assert asked.bias_pairs == ((42, -5.0),)
+    assert (asked.allowed_token_ids, asked.bad_words, asked.stop) == ((7,), ("no",), ("end",))
+    assert (asked.logprobs, asked.logprobs_mode, asked.include_stop_str_in_output) == (2, "processed", True)
+    structure = asked.structured_output
+    assert (structure.kind, structure.begins_after) == ("json_schema", "</think>")
+    assert json.loads(structure.value) == {"type": "integer"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind", "value"),
+    [
+        (["--json-schema", '{"type": "null"}'], "json_schema", '{"type": "null"}'),
+        (["--json-object"], "json_object", ""),
+        (["--regex", "a+"], "regex", "a+"),
+        (["--choice", "yes", "--choice", "no"], "choice", ("yes", "no")),
+        (["--grammar", 'start: "a"'], "grammar", 'start: "a"'),
+    ],
+)
+def test_structures(engines: dict[bool, FakeEngine], flags: list[str], kind: str, value: object) -> None:
+    assert run([*PLAIN, *flags]) == 0
+    structure = engines[False].asked[-1].structured_output
+    assert (structure.kind, structure.value, structure.begins_after) == (kind, value, None)
 
 
 def test_the_trace_goes_to_stderr(engines: dict[bool, FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,6 +278,17 @@ def test_prompts_from_a_file_and_from_stdin(
         ([*PLAIN, "--seed", "-1"], 2, "seed"),
         ([*PLAIN, "--spec-tokens", "3"], 2, "no draft_model"),
         ([*PLAIN, "--compare"], 2, "no draft_model"),
+        ([*PLAIN, "--logit-bias", "x=1"], 2, "not of the form ID=BIAS"),
+        ([*PLAIN, "--logit-bias", "3"], 2, "not of the form ID=BIAS"),
+        ([*PLAIN, "--logit-bias", "3=1", "--logit-bias", "3=2"], 2, "names token 3 twice"),
+        ([*PLAIN, "--logit-bias", "3=101"], 2, "in [-100, 100]"),
+        ([*PLAIN, "--logit-bias", "3=nan"], 2, "logit_bias"),
+        ([*PLAIN, "--json-schema", "@none.json"], 2, "the file of json_schema cannot be read"),
+        ([*PLAIN, "--json-schema", "{"], 2, "not JSON"),
+        ([*PLAIN, "--regex", "a", "--choice", "b"], 2, "give one"),
+        ([*PLAIN, "--min-tokens", "200"], 2, "more than max_tokens"),
+        ([*WITH_DRAFTER, "--verify-method", "typical"], 2, "verify_method"),
+        ([*WITH_DRAFTER, "--draft-length", "long"], 2, "draft_length"),
         ([*PLAIN, "--device", "tpu"], 2, "'tpu' is no device"),
         ([*PLAIN, "--set", "max_token=3"], 2, "try: max_tokens"),
         ([*PLAIN, "--config", "none.toml"], 2, "does not exist"),

@@ -102,6 +102,27 @@ def test_a_dry_run_counts_and_estimates(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["drafter.family=dspark", "drafter.layout=anchor_sampling", "drafter.markov_rank=4"],
+        ["drafter.family=eagle3", "drafter.mask_token_id=none"],
+        ["drafter.family=eagle3", "drafter.mask_token_id=none", "drafter.draft_vocab_size=16"],
+    ],
+)
+def test_a_dry_run_knows_every_family(
+    run_file: Path, started: list[Any], overrides: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, found = [], []
+    for part, into in (([], plain), (overrides, found)):
+        assert run(["train", str(run_file), *part, "--dry-run", "--json"]) == 0
+        into.append(json.loads(capsys.readouterr().out))
+    (before,), (after,) = plain, found
+    assert after["settings"]["drafter"]["family"] == overrides[0].partition("=")[2]
+    assert after["num_trained_parameters"] > 0 and after["num_trained_parameters"] != before["num_trained_parameters"]
+    assert after["teraflop_per_step"] >= 0 and after["memory_mib"] > 0
+
+
 def test_the_parameter_count_is_the_models_own() -> None:
     import torch
 

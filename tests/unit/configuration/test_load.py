@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.configuration.generation import GenerateRun
 from paceline.configuration.load import load_settings, parse_override, read_settings_file, to_toml
-from paceline.configuration.run import GenerateRun, TrainRun
+from paceline.configuration.run import TrainRun
 from paceline.errors import ConfigError
 
 SMALLEST = """

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from paceline.configuration.run import EvaluateRun, GenerateRun, TrainRun
+from paceline.configuration.generation import EvaluateRun, GenerateRun
+from paceline.configuration.run import TrainRun
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("train_*.toml"))
 
@@ -60,26 +61,3 @@ def test_listed_taps_say_how_many_there_are() -> None:
 def test_settings_cannot_be_changed() -> None:
     with pytest.raises(ValidationError):
         _drafter().num_layers = 3
-
-
-@pytest.mark.parametrize(
-    ("values", "part"),
-    [
-        ({"spec_tokens": 3}, "no draft_model"),
-        ({"draft_sample_method": "greedy"}, "no draft_model"),
-        ({"compare": True}, "compared with itself"),
-        ({"raw": True, "system": "x"}, "system is set but raw"),
-        ({"top_p": 0.0}, "top_p"),
-        ({"temperature": -1.0}, "temperature"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"stop": [""]}, "stop"),
-    ],
-)
-def test_contradictions_of_generation(values: dict[str, Any], part: str) -> None:
-    with pytest.raises(ValidationError, match=part):
-        GenerateRun.model_validate({"model": "m", **values})
-
-
-def test_a_stop_string_keeps_its_white_space() -> None:
-    assert GenerateRun.model_validate({"model": "m", "stop": ["\n\n"]}).stop == ("\n\n",)

@@ -123,10 +123,10 @@ def draft_from_the_old_anchor(patch: pytest.MonkeyPatch) -> None:
     """The block opens with the token before the anchor."""
     original = BlockProposer.propose
 
-    def old(self, rows: Rows, state: SlotState, *, all_greedy):
+    def old(self, rows: Rows, state: SlotState, *, all_greedy, num_drafts=None):
         anchors = state.anchors.clone()
         state.anchors[rows.slots_B] = (state.anchors[rows.slots_B] + 1) % 512
-        proposal = original(self, rows, state, all_greedy=all_greedy)
+        proposal = original(self, rows, state, all_greedy=all_greedy, num_drafts=num_drafts)
         state.anchors.copy_(anchors)
         return proposal
 
@@ -164,11 +164,11 @@ def test_a_near_tie_is_not_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
         target.model.lm_head.weight[500] = target.model.lm_head.weight[common]
     original = step_module.judge
 
-    def other_choice(logits_BLV, proposal, *args):
+    def other_choice(logits_BLV, proposal, *args, **options):
         if proposal.ids_BK.shape[1] > 0:  # only blocks prefer id 500
             logits_BLV = logits_BLV.clone()
             logits_BLV[..., 500] += 1e-6
-        return original(logits_BLV, proposal, *args)
+        return original(logits_BLV, proposal, *args, **options)
 
     monkeypatch.setattr(step_module, "judge", other_choice)
     report = Engine(target).canary()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,53 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fakes import ByteTokenizer, scripted_target, table_target
 from tests.tiny import loaded, tiny_prompts, wrap_drafter
+from tests.unit.engine.replays import FlawedReplay, replaying
 
 import paceline.engine.engine as engine_module
-from paceline.engine.canary import ReplayProposer
 from paceline.engine.engine import Engine, EngineSettings
-from paceline.engine.proposal import Proposer
 from paceline.engine.request import RequestResult, SamplingParameters
 from paceline.engine.step import StepOutput
 from paceline.errors import CompatibilityError, ConfigError, RequestError
-from paceline.models.drafters.proposal import Proposal
 from paceline.models.loading import LoadedTarget
 from paceline.trace.acceptance import AcceptanceSummary
 
 LONG = SamplingParameters(max_tokens=24, ignore_eos=True)
-
-
-def replaying(
-    target: LoadedTarget, text_after: dict[tuple[int, ...], Sequence[int]], num_draft_tokens: int, max_num_seqs: int = 8
-) -> Engine:
-    """An engine whose drafts are a known continuation of each prompt."""
-    prompts: dict[str | None, tuple[int, ...]] = {}
-
-    def script(slot: int) -> Sequence[int] | None:
-        request = engine._requests[engine.request_in_slot(slot)]
-        return request.prompt_ids + tuple(text_after[request.prompt_ids])
-
-    proposer = ReplayProposer(script, num_draft_tokens)
-    engine = Engine(target, None, EngineSettings(max_num_seqs=max_num_seqs), proposer=proposer)
-    assert not prompts
-    return engine
-
-
-class FlawedReplay:
-    """A replay in which chosen positions of the text are drafted wrong."""
-
-    def __init__(self, inner: Proposer, wrong: frozenset[int], vocab_size: int) -> None:
-        self._inner, self._wrong, self._vocab_size = inner, wrong, vocab_size
-        for name in (*Proposer.__annotations__, "cache"):
-            setattr(self, name, getattr(inner, name))
-        self.write_context, self.settle = inner.write_context, inner.settle
-
-    def propose(self, rows, state, *, all_greedy):
-        ids = self._inner.propose(rows, state, all_greedy=all_greedy).ids_BK
-        for index, length in enumerate(state.lengths[rows.slots_B].tolist()):
-            for k in range(ids.shape[1]):
-                if length + 1 + k in self._wrong and ids[index, k] >= 0:
-                    ids[index, k] = (ids[index, k] + 1) % self._vocab_size
-        return Proposal(ids)
 
 
 # Identity of the output

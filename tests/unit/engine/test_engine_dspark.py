@@ -133,8 +133,8 @@ class WalkingProposer(TableProposer):
         self._walker, self._reports_base = drafter, reports_base
         self.num_candidates = drafter.num_candidates
 
-    def propose(self, rows: Rows, state: SlotState, *, all_greedy: bool) -> Proposal:
-        """Draw K drafts per request."""
+    def propose(self, rows: Rows, state: SlotState, *, all_greedy: bool, num_drafts: int | None = None) -> Proposal:
+        """Draw K drafts per request, or the first `num_drafts` of them."""
         settings = state.sampling_rows(rows.slots_B)
         anchors_B = state.anchors[rows.slots_B].clamp(min=0)
         sampling = DraftSampling(
@@ -144,7 +144,7 @@ class WalkingProposer(TableProposer):
             position_B=state.lengths[rows.slots_B],
             step_B=state.steps[rows.slots_B],
         )
-        logits_BKV = self._logits_VKV[anchors_B]
+        logits_BKV = self._logits_VKV[anchors_B, :num_drafts]
         proposal = self._walker.propose(logits_BKV, logits_BKV, anchors_B, sampling)
         if self._reports_base:
             base = draw_rows(logits_BKV, sampling, self._walker.vocabulary)

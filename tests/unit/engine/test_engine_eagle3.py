@@ -171,9 +171,8 @@ class Insisting:
             setattr(self, name, getattr(inner, name))
         self.write_context, self.settle = inner.write_context, inner.settle
 
-    def propose(self, rows: Rows, state: SlotState, *, all_greedy: bool) -> Proposal:
-        self._inner.propose(rows, state, all_greedy=all_greedy)
-        count = self._inner.num_draft_tokens
+    def propose(self, rows: Rows, state: SlotState, *, all_greedy: bool, num_drafts: int | None = None) -> Proposal:
+        count = self._inner.propose(rows, state, all_greedy=all_greedy, num_drafts=num_drafts).ids_BK.shape[1]
         padded = self._text + [5] * 50
         return Proposal(torch.tensor([padded[n + 1 : n + 1 + count] for n in state.lengths[rows.slots_B].tolist()]))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -178,3 +179,33 @@ def test_a_half_emoji_at_the_end_is_flushed_with_the_budget() -> None:
     output = make_output(SamplingParameters(max_tokens=3))
     texts, end = run(output, "😀".encode(), [2, 2])
     assert (texts, end) == (["", "\ufffd"], ("length", None))
+
+
+# min_tokens and grammars
+
+
+@pytest.mark.parametrize("sizes", [[10], [1] * 10, [3, 3, 4], [2, 8]])
+def test_the_first_min_tokens_complete_no_stop(sizes: list[int]) -> None:
+    """A stop text over the border counts, one within does not, wherever the steps end."""
+    text, start = b"ab.ab.abxy", 0
+    sampling = SamplingParameters(min_tokens=4, stop=("b.", ".ab"), stop_token_ids=(ord("x"),))
+    output = RequestOutput(ByteTokenizer(), sampling, max_tokens=10, target_stop_ids=(ord("b"),))
+    reason = None
+    for size in sizes:
+        if reason is None:
+            reason = output.extend(list(text[start : start + size])).finish_reason
+        start += size
+    assert (reason, bytes(output.token_ids), output.text) == ("stop", b"ab.ab", "ab.a"), "b, the target's stop, at last"
+    late = RequestOutput(ByteTokenizer(), replace(sampling, ignore_eos=True), max_tokens=10, target_stop_ids=())
+    found = [late.extend([token]) for token in text]
+    assert next(index for index, one in enumerate(found) if one.finish_reason) == 4
+    assert (found[4].stop_reason, late.text[:2]) == (".ab", "ab")
+
+
+def test_a_complete_grammar_ends_the_text_at_its_last_token() -> None:
+    output = RequestOutput(ByteTokenizer(), SamplingParameters(stop=("zz",)), max_tokens=3, target_stop_ids=())
+    first = output.extend(list(b"a"))
+    last = output.extend(list(b"bz"), is_complete=True)
+    assert (first.finish_reason, last.finish_reason, last.stop_reason, output.text) == (None, "stop", None, "abz")
+    short = RequestOutput(ByteTokenizer(), SamplingParameters(), max_tokens=2, target_stop_ids=())
+    assert short.extend(list(b"abc"), is_complete=True).finish_reason == "length", "its end lies behind the budget"

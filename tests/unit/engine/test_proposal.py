@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from tests.tiny import loaded, tiny_prompts
 
@@ -12,6 +13,7 @@ from paceline.engine.proposal import BlockProposer, Rows
 from paceline.engine.request import SamplingParameters
 from paceline.engine.slots import SlotState
 from paceline.models.attends import WholeSequence
+from paceline.models.drafters.dflash import DFlashDrafter
 from paceline.models.loading import LoadedDrafter, LoadedTarget
 from paceline.models.taps import TapCollector
 
@@ -35,7 +37,13 @@ def make_proposer(
     return BlockProposer(target.model, drafter.model, cache, choice, num_draft_tokens=num_draft_tokens, method=method)
 
 
-def serve(proposer: BlockProposer, target: LoadedTarget, texts: list[list[int]], num_junk: int) -> list[list[int]]:
+def serve(
+    proposer: BlockProposer,
+    target: LoadedTarget,
+    texts: list[list[int]],
+    num_junk: int,
+    num_drafts: int | None = None,
+) -> list[list[int]]:
     """Write context for all but each text's last token, junk rows behind it, and draft after the last token."""
     length = len(texts[0]) - 1
     slots, starts = [1, 0], [0, 0]
@@ -51,7 +59,7 @@ def serve(proposer: BlockProposer, target: LoadedTarget, texts: list[list[int]],
     for slot, text in zip(slots, texts, strict=True):
         state.admit(slot, SamplingParameters(), seed=0)
         state.restore(slot, length=length, anchor=text[-1], step=0)
-    drafts: list[list[int]] = proposer.propose(rows, state, all_greedy=True).ids_BK.tolist()
+    drafts: list[list[int]] = proposer.propose(rows, state, all_greedy=True, num_drafts=num_drafts).ids_BK.tolist()
     return drafts
 
 
@@ -75,6 +83,32 @@ def test_fewer_drafts_than_trained_means_fewer_rows() -> None:
     assert count_equal_drafts(target.model, drafter, texts[0], [(9, drafts[0])]) == 3
 
 
+def test_a_shorter_block_is_what_a_proposer_of_shorter_blocks_drafts() -> None:
+    """For every family of blocks and both layouts; what a block's end adds to its front is gone, so ids may differ."""
+    texts = tiny_prompts([10, 10])
+    for drafter_family in ("dflash", "dflash2", "dspark"):
+        target, drafter = loaded(linear_mode="plain", drafter_family=drafter_family)
+        for is_batched in (False, True):
+            whole = make_proposer(target, drafter, is_batched=is_batched)
+            for count in (1, 3, 7):
+                short = make_proposer(target, drafter, is_batched=is_batched, num_draft_tokens=count)
+                expected = serve(short, target, texts, num_junk=2)
+                assert serve(whole, target, texts, num_junk=2, num_drafts=count) == expected
+                assert [len(block) for block in expected] == [count, count]
+                assert count_equal_drafts(target.model, drafter, texts[0], [(9, expected[0])]) == count
+
+
+def test_a_shorter_block_costs_fewer_rows() -> None:
+    target, drafter = loaded(linear_mode="plain")
+    proposer = make_proposer(target, drafter, is_batched=False)
+    num_rows = []
+    handle = drafter.model.backbone.register_forward_pre_hook(lambda _, inputs: num_rows.append(inputs[0].shape[1]))
+    for count in (None, 4, 1):
+        serve(proposer, target, tiny_prompts([10, 10]), num_junk=0, num_drafts=count)
+    handle.remove()
+    assert num_rows == [8, 5, 2]
+
+
 def test_a_block_beyond_the_drafters_positions_has_no_drafts() -> None:
     texts = tiny_prompts([14, 14])
     for limit, has_drafts in ((20, False), (21, True)):  # anchor at 13, drafts at 14..20
@@ -82,6 +116,17 @@ def test_a_block_beyond_the_drafters_positions_has_no_drafts() -> None:
         drafts = serve(make_proposer(target, drafter, is_batched=False), target, texts, num_junk=9)
         assert (drafts[0] != [-1] * 7) == has_drafts
         assert (drafts[1] != [-1] * 7) == has_drafts
+
+
+def test_a_coupled_proposer_says_so_to_the_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, drafter = loaded(linear_mode="plain")
+    found, propose = [], DFlashDrafter.propose
+    monkeypatch.setattr(DFlashDrafter, "propose", lambda *args: found.append(args[-1].is_coupled) or propose(*args))
+    for is_coupled in (False, True):
+        proposer = make_proposer(target, drafter, is_batched=False)
+        proposer._is_coupled = is_coupled
+        serve(proposer, target, tiny_prompts([6, 6]), num_junk=0)
+    assert found == [False, True]
 
 
 def test_a_probabilistic_proposer_stores_32_candidates_and_a_greedy_one_none() -> None:

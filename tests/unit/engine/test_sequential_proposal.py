@@ -16,6 +16,7 @@ from paceline.checkpoint.contract import Eagle3Settings
 from paceline.engine.attends import AttentionChoice
 from paceline.engine.cache import KeyValueCache
 from paceline.engine.direct_drafts import CausalWindows, direct_sequential_drafts
+from paceline.engine.draft_stopper import DraftPlan
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.prefill import PrefillChunk, prefill_chunk
 from paceline.engine.proposal import Rows
@@ -86,15 +87,18 @@ class Bench:
         for start in range(0, len(prompt), chunk_size):
             end = min(start + chunk_size, len(prompt))
             next_id = prompt[end] if end < len(prompt) else None
-            chunk = PrefillChunk(slot, prompt[start:end], start, next_id, self.flags, True)
+            chunk = PrefillChunk(slot, prompt[start:end], start, next_id, self.flags, self.plan(1))
             first = prefill_chunk(self.target.model, self.proposer, self.cache, self.state, self.choice, chunk)
         assert first is not None
-        return first
+        return first.token_ids[0]
+
+    def plan(self, num_requests: int) -> DraftPlan:
+        return DraftPlan((self.proposer.num_draft_tokens,) * num_requests)
 
     def step(self, slots: list[int], num_rows: int, *, proposes: bool = True) -> list[HostStep]:
         starts = self.state.lengths[slots].tolist()
         rows = Rows(slots, torch.tensor(slots), starts, torch.tensor(starts), num_rows)
-        batch = StepBatch(rows, self.flags, writes_context=True, proposes=proposes)
+        batch = StepBatch(rows, self.flags, writes_context=True, plan=self.plan(len(slots)) if proposes else None)
         output = decode_step(self.target.model, self.proposer, self.cache, self.state, self.choice, batch)
         return output.to_host()
 
@@ -324,6 +328,23 @@ def test_refused_rows_may_hold_anything(choice: AttentionChoice) -> None:
 
 
 # --- how many, how far, how drawn ---
+
+
+@torch.inference_mode()
+def test_fewer_drafts_are_the_first_ones_and_take_fewer_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = eagle3(**DEEP)
+    text = tiny_prompts([9])[0]
+    bench = Bench(models)
+    text.append(bench.prefill(0, text))
+    settled = bench.proposer._settled
+    assert settled is not None
+    num_passes, run = [], SequentialProposer._run
+    monkeypatch.setattr(SequentialProposer, "_run", lambda *args: num_passes.append(1) or run(*args))
+    for count in (1, 2, 3):
+        num_passes.clear()
+        drafts = bench.proposer.propose(settled.rows, bench.state, all_greedy=True, num_drafts=count).ids_BK
+        assert drafts[0].tolist() == bench.direct(text)[:count]
+        assert len(num_passes) == count - 1
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 2, 11])

@@ -60,3 +60,15 @@ def test_a_drafter_that_goes_token_by_token_goes_on_for_as_long_as_asked() -> No
     _, drafter = loaded(drafter_family="eagle3")
     assert draft_tokens_per_step(drafter, None, EngineSettings()) == 7
     assert draft_tokens_per_step(drafter, None, EngineSettings(num_draft_tokens=20)) == 20
+
+
+@pytest.mark.parametrize(("name", "value"), [("verify_method", "typical"), ("draft_length", "long")])
+def test_unknown_methods_and_modes_are_refused_with_the_known_ones(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} is '{value}', not one of '(standard|off)'"):
+        EngineSettings(**unchecked(name, value))
+
+
+def test_drafts_that_share_noise_have_to_be_drawn() -> None:
+    with pytest.raises(ConfigError, match="share the target's noise"):
+        EngineSettings(verify_method="coupled", draft_sample_method="greedy")
+    EngineSettings(verify_method="coupled", draft_sample_method="probabilistic")

@@ -1,9 +1,10 @@
-"""Slot state: admission wipes, proposals round-trip, flags never claim too little."""
+"""Slot state: admission wipes, proposals round-trip."""
 
 from __future__ import annotations
 
 import torch
 
+from paceline.engine.admission import TokenLimits
 from paceline.engine.request import SamplingParameters
 from paceline.engine.slots import SamplingFlags, SlotState
 from paceline.models.drafters.proposal import Proposal
@@ -57,10 +58,24 @@ def test_a_one_hot_proposal_leaves_no_stale_distribution() -> None:
     assert found.log_q_BKC.exp().tolist() == [[[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]]
 
 
-def test_flags_summarise_sampled_requests_only() -> None:
-    greedy = SamplingParameters(top_k=40, top_p=0.5, min_p=0.3)
-    assert SamplingFlags.of([greedy]) == SamplingFlags(True, 0, False, False)
-    sampled = SamplingParameters(temperature=1.0, top_k=5)
-    assert SamplingFlags.of([greedy, sampled]) == SamplingFlags(False, 5, False, False)
-    nucleus = SamplingParameters(temperature=1.0, top_p=0.9, min_p=0.1)
-    assert SamplingFlags.of([sampled, nucleus]) == SamplingFlags(False, 5, True, True)
+def test_extreme_settings_stay_in_the_range_of_their_arrays() -> None:
+    """P18: an infinite float32 temperature would turn a masked token's -inf into NaN."""
+    state = make_state()
+    state.admit(0, SamplingParameters(temperature=1e300, top_k=2**63 - 1), seed=0)
+    rows = state.sampling_rows(torch.tensor([0]))
+    assert rows.temperature_B.isfinite().all()
+    assert rows.top_k_B[0] >= 2**31
+
+
+def test_admission_hands_rules_and_prompt_to_the_token_state() -> None:
+    state = SlotState(3, num_draft_tokens=2, num_candidates=0, device=torch.device("cpu"), vocab_size=40)
+    limits = TokenLimits(presence_penalty=0.5)
+    state.admit(1, SamplingParameters(presence_penalty=0.5), seed=0, limits=limits, prompt_ids=(3, 3, 39))
+    flags = SamplingFlags.of([SamplingParameters(presence_penalty=0.5)])
+    rules = state.tokens.rules_of(torch.tensor([1]), flags, None)
+    assert rules is not None and rules.penalties is not None
+    assert rules.penalties.prompt_mask_BV.nonzero()[:, 1].tolist() == [3, 39]
+    state.admit(1, SamplingParameters(), seed=0)
+    rules = state.tokens.rules_of(torch.tensor([1]), flags, None)
+    assert rules is not None and rules.penalties is not None
+    assert rules.penalties.prompt_mask_BV.sum() == rules.penalties.presence_B.sum() == 0

@@ -11,6 +11,7 @@ from tests.tiny import loaded, tiny_prompts
 from paceline.checkpoint.contract import DrafterFamily
 from paceline.engine.attends import AttentionChoice, attend_block
 from paceline.engine.cache import KeyValueCache
+from paceline.engine.draft_stopper import DraftPlan
 from paceline.engine.prefill import PrefillChunk, prefill_chunk
 from paceline.engine.proposal import BlockProposer, Rows
 from paceline.engine.request import SamplingParameters
@@ -47,15 +48,19 @@ class Bench:
 
     def prefill(self, slot: int, prompt: list[int]) -> int:
         self.state.admit(slot, SamplingParameters(), seed=slot)
-        chunk = PrefillChunk(slot, prompt, 0, None, GREEDY, True)
+        chunk = PrefillChunk(slot, prompt, 0, None, GREEDY, self.plan(1))
         first = prefill_chunk(self.target.model, self.proposer, self.cache, self.state, self.choice, chunk)
         assert first is not None
-        return first
+        (token,) = first.token_ids
+        return token
+
+    def plan(self, num_requests: int) -> DraftPlan:
+        return DraftPlan((self.proposer.num_draft_tokens,) * num_requests)
 
     def step(self, slots: list[int], num_rows: int, *, proposes: bool = True) -> list[HostStep]:
         starts = self.state.lengths[slots].tolist()
         rows = Rows(slots, torch.tensor(slots), starts, torch.tensor(starts), num_rows)
-        batch = StepBatch(rows, GREEDY, writes_context=True, proposes=proposes)
+        batch = StepBatch(rows, GREEDY, writes_context=True, plan=self.plan(len(slots)) if proposes else None)
         output = decode_step(self.target.model, self.proposer, self.cache, self.state, self.choice, batch)
         return output.to_host()
 
@@ -243,10 +248,13 @@ def test_output_reaches_the_host_in_one_piece() -> None:
     output = StepOutput(
         accepted_B=torch.tensor([1, 0]),
         tokens_BT=torch.tensor([[5, 6, -1], [-1, -1, -1]]),
-        bad_B=torch.tensor([False, True]),
+        fault_B=torch.tensor([0, 2]),
         draft_ids_BK=torch.tensor([[5, 9], [3, -1]]),
         num_zero_q_B=torch.tensor([0, 2]),
+        num_waiting_B=torch.tensor([3, 0]),
     )
     first, second = output.to_host()
+    assert (first.num_waiting, second.num_waiting) == (3, 0)
     assert (first.token_ids, first.draft_ids, first.is_bad, first.num_zero_q) == ([5, 6], (5, 9), False, 0)
-    assert (second.token_ids, second.draft_ids, second.is_bad, second.num_zero_q) == ([], (3,), True, 2)
+    assert (second.token_ids, second.draft_ids, second.fault, second.num_zero_q) == ([], (3,), 2, 2)
+    assert first.logprobs == {}

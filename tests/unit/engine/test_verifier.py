@@ -38,9 +38,9 @@ def test_a_mixed_batch_judges_each_request_as_if_it_were_alone() -> None:
             positions[slot : slot + 1],
             SamplingFlags.of([SETTINGS[slot]]),
         )
-        assert together.accepted_B[row] == alone.accepted_B[0]
-        assert together.bonus_ids_B[row] == alone.bonus_ids_B[0]
-    assert together.accepted_B[1] == 3, "slot 0 is greedy and was offered its own choices"
+        assert together.verified.accepted_B[row] == alone.verified.accepted_B[0]
+        assert together.verified.bonus_ids_B[row] == alone.verified.bonus_ids_B[0]
+    assert together.verified.accepted_B[1] == 3, "slot 0 is greedy and was offered its own choices"
 
 
 def test_no_drafts_at_all_is_plain_sampling_at_the_anchors_position() -> None:
@@ -50,5 +50,5 @@ def test_no_drafts_at_all_is_plain_sampling_at_the_anchors_position() -> None:
     plain = judge(logits[:, :1], no_drafts, state, slots, positions, flags)
     missing = Proposal(torch.full((3, 1), -1))
     padded = judge(logits, missing, state, slots, positions, flags)
-    assert torch.equal(plain.bonus_ids_B, padded.bonus_ids_B), "a placeholder draft changes nothing"
-    assert padded.accepted_B.tolist() == [0, 0, 0]
+    assert torch.equal(plain.verified.bonus_ids_B, padded.verified.bonus_ids_B), "a placeholder draft changes nothing"
+    assert padded.verified.accepted_B.tolist() == [0, 0, 0]

@@ -9,9 +9,18 @@ from tests.unit.models.conftest import randomise, tiny_target
 from torch import Tensor
 
 from paceline.checkpoint.contract import RopeSettings
-from paceline.models.layers import DecoderLayer, GatedMLP, Linear, RotaryRows, SelfAttention, set_linear_mode
+from paceline.models.layers import (
+    DecoderLayer,
+    GatedMLP,
+    Linear,
+    LinearMode,
+    RMSNorm,
+    RotaryRows,
+    SelfAttention,
+    set_linear_mode,
+)
 from paceline.models.positions import position_table
-from paceline.ops.linear import can_pack
+from paceline.ops.linear import FILLED_ROWS, can_pack
 from paceline.ops.rms_norm import rms_norm
 from paceline.ops.rotary import apply_rotary, expand_rotary
 
@@ -150,3 +159,43 @@ def test_modes_agree(bias: bool) -> None:
         results.append(layer(x).float())
     torch.testing.assert_close(results[1], results[0], rtol=2**-6, atol=2**-6)
     torch.testing.assert_close(results[2], results[0], rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("mode", ["plain", "packed", "row_invariant"])
+def test_a_norm_is_the_same_in_every_mode_and_follows_its_gain_again_in_plain(mode: LinearMode) -> None:
+    norm = RMSNorm(24, 1e-5).requires_grad_(False)
+    randomise(norm, 0)
+    x = torch.randn(2, 3, 24)
+    before = norm(x)
+    norm.set_mode(mode)
+    assert torch.equal(norm(x), before)
+    norm.set_mode("plain")
+    norm.weight.zero_()
+    assert not norm(x).any()
+
+
+@pytest.mark.parametrize("mode", ["plain", "packed", "row_invariant"])
+@pytest.mark.parametrize("shape", [(1, 1, 24), (1, 3, 24), (2, 1, 24)])
+def test_packed_products_alone_get_a_lone_row_filled_up(mode: LinearMode, shape: tuple[int, ...]) -> None:
+    norm = RMSNorm(24, 1e-5).requires_grad_(False).to(torch.bfloat16)
+    randomise(norm, 0)
+    norm.set_mode(mode)
+    x = torch.randn(shape).to(torch.bfloat16)
+    is_filled = mode == "packed" and shape == (1, 1, 24) and can_pack(norm.weight)
+    y = norm.filled(x)
+    assert y.shape == ((1, FILLED_ROWS, 24) if is_filled else shape)
+    torch.testing.assert_close(y[:, : shape[1]], norm(x))
+
+
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_a_layer_in_packed_arithmetic_agrees_with_the_plain_one(num_rows: int) -> None:
+    """With one row, products run over more; attention has to see the one, and its residual is added to the one."""
+    layer = decoder_layer().to(torch.bfloat16)
+    x, rows = torch.randn(1, num_rows, 24).to(torch.bfloat16), rotary_rows(8, num_rows)
+    rows = (rows[0].to(torch.bfloat16), rows[1].to(torch.bfloat16))
+    expected = layer(x, rows, Recorder(), 0)
+    set_linear_mode(layer, "packed")
+    attend = Recorder()
+    y = layer(x, rows, attend, 0)
+    assert y.shape == x.shape and attend.q.shape[:2] == attend.k.shape[:2] == attend.v.shape[:2] == (1, num_rows)
+    torch.testing.assert_close(y, expected, rtol=2**-5, atol=2**-5)

@@ -1,7 +1,7 @@
 """Does verification leave the target's distribution alone? Chi-square tests, and planted faults that they catch.
 
 The vocabulary is tiny; target and drafter are random tables, in which the next token depends on the last one. 200,000
-requests are judged as one batch.
+requests are judged as one batch. Seeds are fixed, so a pass stays a pass; each check has a fault that it has to find.
 Whatever a step did not emit is drawn from the exact target, so that joints can be tested without conditioning.
 """
 
@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.ops import noise
-from paceline.ops import verify_block as module
+from paceline.ops import acceptance, noise
+from paceline.ops.acceptance import residual_log_weights
 from paceline.ops.sample_tokens import sample_tokens
 from paceline.ops.target_distribution import process_logits
-from paceline.ops.verify_block import residual_log_weights, verify_block
+from paceline.ops.verify_block import VerifyMethod, verify_block
 
-V, K, N = 8, 3, 200_000
-START = V  # row of the tables that stands for the anchor
+K, N = 3, 200_000
+START = -1  # the last row of the tables stands for the anchor
 ALPHA = 1e-6
 
 
@@ -40,6 +40,10 @@ class Setup:
     draft_domain: int = noise.DRAFT
     tables: int = 1
     unverified_first: bool = False
+    method: VerifyMethod = "standard"
+    vocab_size: int = 8
+    tells: str = "the truth"  # or "a uniform", "bfloat16", "another row"
+    redraws: bool = False  # a refused draft is replaced by a fresh draw of p
 
 
 @dataclass(frozen=True)
@@ -50,10 +54,12 @@ class Outcome:
     bonus: torch.Tensor
     p: torch.Tensor  # [V + 1, V], float64
     q: torch.Tensor  # the distribution that drafts were drawn from
+    method: VerifyMethod
 
 
 def draw_tables(setup: Setup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(setup.tables)
+    V = setup.vocab_size
     target = torch.randn(V + 1, V, generator=generator) * 1.2
     drafter = target * 0.6 + torch.randn(V + 1, V, generator=generator) * 0.9
     processed = process_logits(
@@ -75,17 +81,33 @@ def run_sound(setup: Setup) -> Outcome:
     return run(setup)
 
 
-def run(setup: Setup) -> Outcome:
-    processed, drafter, candidates = draw_tables(setup)
-    log_q = (drafter.gather(1, candidates) / setup.temperature).log_softmax(-1)
-    told = (drafter.gather(1, candidates) / (setup.told_temperature or setup.temperature)).log_softmax(-1)
-    dense_log_q = torch.full((V + 1, V), -torch.inf).scatter(1, candidates, log_q)
-    is_argmax = setup.draft == "one-hot"
+def told_log_q(setup: Setup, scores: torch.Tensor) -> torch.Tensor:
+    """What the drafter says that it drew from; one row per context."""
+    log_q = (scores / (setup.told_temperature or setup.temperature)).log_softmax(-1)
+    if setup.tells == "a uniform":
+        return torch.zeros_like(log_q).log_softmax(-1)
+    if setup.tells == "bfloat16":  # of scores around 18, whose last digit is an eighth
+        return ((scores + 18).bfloat16().float() / setup.temperature).log_softmax(-1)
+    return log_q.roll(1, 0) if setup.tells == "another row" else log_q
+
+
+def keys_of(setup: Setup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Seeds, anchor positions and steps."""
     counter = torch.arange(N)
     seed = counter * 7919 if setup.vary == "seed" else torch.full_like(counter, 20240607)
     anchor = torch.full_like(counter, 4000) if setup.vary == "seed" else counter * (K + 1)
-    step = torch.full_like(counter, 5)
-    context = [torch.full_like(counter, START)]
+    return seed, anchor, torch.full_like(counter, 5)
+
+
+def run(setup: Setup) -> Outcome:
+    processed, drafter, candidates = draw_tables(setup)
+    scores = drafter.gather(1, candidates)
+    log_q, told = (scores / setup.temperature).log_softmax(-1), told_log_q(setup, scores)
+    dense_log_q = torch.full(drafter.shape, -torch.inf).scatter(1, candidates, log_q)
+    is_argmax = setup.draft == "one-hot"
+    seed, anchor, step = keys_of(setup)
+    domain = noise.TARGET if setup.method == "coupled" else setup.draft_domain
+    context = [torch.full_like(seed, START)]
     for i in range(K):
         context.append(
             sample_tokens(
@@ -93,8 +115,8 @@ def run(setup: Setup) -> Outcome:
                 temperature_R=torch.full((N,), 0.0 if is_argmax else setup.temperature),
                 seed_R=seed,
                 position_R=anchor + i,
-                domain=setup.draft_domain,
-                step_R=None if setup.draft_domain == noise.TARGET else step,
+                domain=domain,
+                step_R=None if domain == noise.TARGET else step,
             )
         )
     rows = torch.stack(context, dim=1)
@@ -102,11 +124,12 @@ def run(setup: Setup) -> Outcome:
     q_arguments: dict[str, Any] = {}
     if setup.draft in ("full", "few"):
         q_arguments = {"candidate_ids_BKC": candidates[rows[:, :K]], "log_q_BKC": told[rows[:, :K]]}
-    keys = {
+    keys: dict[str, Any] = {
         "temperature_B": torch.full((N,), setup.temperature),
         "seed_B": seed,
         "anchor_position_B": anchor,
         "step_B": step,
+        "method": setup.method,
     }
     logits = processed[rows]
     if setup.unverified_first:  # draft i + 1 is held against row i
@@ -117,10 +140,16 @@ def run(setup: Setup) -> Outcome:
         verdict = verify_block(drafts, logits, **keys, **q_arguments)
         accepted = verdict.accepted_B
         assert verdict.num_zero_q_B.sum().item() == 0
+    bonus = verdict.bonus_ids_B
+    if setup.redraws:
+        stop_rows = logits.gather(1, accepted.view(-1, 1, 1).expand(-1, 1, logits.shape[2])).squeeze(1)
+        bonus = sample_tokens(stop_rows, temperature_R=torch.ones(N), seed_R=seed + 1, position_R=anchor + accepted)
     p = processed.double().softmax(-1)
-    tokens = complete(drafts, accepted, verdict.bonus_ids_B, p)
-    q = torch.nn.functional.one_hot(dense_log_q.argmax(-1), V).double() if is_argmax else dense_log_q.double().exp()
-    return Outcome(tokens, drafts, accepted, verdict.bonus_ids_B, p, q)
+    tokens = complete(drafts, accepted, bonus, p)
+    q = dense_log_q.double().exp()
+    if is_argmax:
+        q = torch.nn.functional.one_hot(dense_log_q.argmax(-1), q.shape[1]).double()
+    return Outcome(tokens, drafts, accepted, bonus, p, q, setup.method)
 
 
 def complete(drafts: torch.Tensor, accepted: torch.Tensor, bonus: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
@@ -152,76 +181,128 @@ def p_value(observed: torch.Tensor, probability: torch.Tensor) -> float:
     return torch.special.gammaincc(degrees / 2, statistic / 2).item()
 
 
-def counts(*columns: torch.Tensor) -> torch.Tensor:
+def counts(vocab_size: int, *columns: torch.Tensor) -> torch.Tensor:
     index = torch.zeros_like(columns[0])
     for column in columns:
-        index = index * V + column
-    return torch.bincount(index, minlength=V ** len(columns))
+        index = index * vocab_size + column
+    return torch.bincount(index, minlength=vocab_size ** len(columns))
 
 
 def first_token(outcome: Outcome) -> float:
-    return p_value(counts(outcome.tokens[:, 0]), outcome.p[START])
+    return p_value(counts(outcome.p.shape[1], outcome.tokens[:, 0]), outcome.p[START])
 
 
 def first_two(outcome: Outcome) -> float:
-    joint = outcome.p[START].unsqueeze(1) * outcome.p[:V]
-    return p_value(counts(outcome.tokens[:, 0], outcome.tokens[:, 1]), joint)
+    joint = outcome.p[START].unsqueeze(1) * outcome.p[:-1]
+    return p_value(counts(outcome.p.shape[1], outcome.tokens[:, 0], outcome.tokens[:, 1]), joint)
 
 
 def last_two(outcome: Outcome) -> float:
-    before = outcome.p[START] @ outcome.p[:V] @ outcome.p[:V]
-    return p_value(counts(outcome.tokens[:, 2], outcome.tokens[:, 3]), before.unsqueeze(1) * outcome.p[:V])
+    before = outcome.p[START] @ outcome.p[:-1] @ outcome.p[:-1]
+    joint = before.unsqueeze(1) * outcome.p[:-1]
+    return p_value(counts(outcome.p.shape[1], outcome.tokens[:, 2], outcome.tokens[:, 3]), joint)
 
 
 def after_refusal(outcome: Outcome) -> float:
-    """The smallest p-value, corrected for their number, of the emitted token given that draft x was refused at 0."""
+    """The smallest p-value, corrected for their number, of the emitted token given that draft x was refused at 0.
+
+    For `standard` alone: `block` refuses for what comes later, too.
+    """
     log_p, q = outcome.p[START].log(), outcome.q[START]
     values = []
-    for x in range(V):
+    for x in range(len(q)):
         is_refused = (outcome.accepted == 0) & (outcome.drafts[:, 0] == x)
         if is_refused.sum() < 1000:
             continue
         residual = residual_log_weights(log_p, q.log()).exp()
-        values.append(p_value(counts(outcome.bonus[is_refused]), residual))
+        values.append(p_value(counts(len(q), outcome.bonus[is_refused]), residual))
     return min(1.0, min(values) * len(values))
 
 
 CHECKS = {"first token": first_token, "first two": first_two, "last two": last_two}
 
 
+def mean_rates(outcome: Outcome, is_one_hot: bool) -> list[float]:
+    """The exact share of requests that keep more than i drafts."""
+    p, q = outcome.p, outcome.q
+    if outcome.method == "block" and not is_one_hot:
+        return block_rates(p, q)
+    survives = q * (p / q).clamp(max=1).nan_to_num(0.0)
+    if is_one_hot or outcome.method == "match":
+        survives = q * p
+    elif outcome.method == "coupled":  # x is kept with 1 / sum over y of max(p_y / p_x, q_y / q_x)
+        ratios = torch.maximum(p.unsqueeze(1) / p.unsqueeze(2), q.unsqueeze(1) / q.unsqueeze(2))
+        survives = torch.where((p > 0) & (q > 0), 1 / ratios.nan_to_num(0.0, posinf=torch.inf).sum(-1), 0.0)
+    reached, rates = survives[START], []
+    for _ in range(K):
+        rates.append(reached.sum().item())
+        reached = reached @ survives[:-1]
+    return rates
+
+
+def block_rates(p: torch.Tensor, q: torch.Tensor) -> list[float]:
+    """At least i drafts of a block are kept with probability pi_i, whatever they are."""
+    drawn, weight, before = torch.ones(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64), torch.tensor([-1])
+    rates = []
+    for _ in range(K):
+        weight = (weight.unsqueeze(1) * (p / q).nan_to_num(0.0, posinf=0.0)[before]).clamp(max=1).flatten()
+        drawn = (drawn.unsqueeze(1) * q[before]).flatten()
+        before = torch.arange(q.shape[1]).repeat(len(before))
+        rates.append((drawn * weight).sum().item())
+    return rates
+
+
 def acceptance_errors(outcome: Outcome, is_one_hot: bool) -> list[float]:
     """How many standard errors each position's accepted count lies from its exact expectation."""
-    keep = outcome.p if is_one_hot else (outcome.p / outcome.q).clamp(max=1).nan_to_num(0.0)
-    survives = outcome.q * keep
-    reached, errors = survives[START], []
-    for position in range(K):
-        rate = reached.sum().item()
+    errors = []
+    for position, rate in enumerate(mean_rates(outcome, is_one_hot)):
         observed = (outcome.accepted > position).sum().item()
         errors.append((observed - N * rate) / math.sqrt(N * rate * (1 - rate)))
-        reached = reached @ survives[:V]
     return errors
+
+
+def describe(setup: Setup) -> str:
+    return f"{setup.method}-{setup.draft}-{setup.temperature}-{setup.vary}-{setup.vocab_size}"
 
 
 def configurations() -> list[Any]:
     """All temperatures, drafts and ways to vary the key; the second way of a pair is slow except at temperature 1."""
     usual = {"full": "position", "few": "seed", "one-hot": "seed", "hidden": "position"}
-    return [
-        pytest.param(
-            temperature, draft, vary, marks=[] if temperature == 1.0 or vary == usual[draft] else [pytest.mark.slow]
-        )
-        for temperature in (0.5, 1.0, 1.5)
-        for draft in usual
-        for vary in ("seed", "position")
-    ]
+    found = []
+    for temperature in (0.5, 1.0, 1.5):
+        for draft in usual:
+            for vary in ("seed", "position"):
+                marks = [] if temperature == 1.0 or vary == usual[draft] else [pytest.mark.slow]
+                setup = Setup(temperature=temperature, draft=draft, vary=vary, tables=int(temperature * 10))
+                found.append(pytest.param(setup, marks=marks))
+    return found
 
 
-@pytest.mark.parametrize(("temperature", "draft", "vary"), configurations())
-def test_output_follows_the_target(temperature: float, draft: str, vary: str) -> None:
-    outcome = run(Setup(temperature=temperature, draft=draft, vary=vary, tables=int(temperature * 10)))
+def other_methods() -> list[Any]:
+    """Each method with the proposals that it treats differently; match and coupled never look at q."""
+    drafts: dict[VerifyMethod, dict[str, str]] = {
+        "block": {"full": "seed", "few": "position", "one-hot": "seed"},
+        "match": {"hidden": "position", "one-hot": "seed"},
+        "coupled": {"full": "position", "few": "seed"},
+    }
+    found = []
+    for method, ways in drafts.items():
+        for temperature in (0.5, 1.0, 1.5):
+            for draft, vary in ways.items():
+                marks = [pytest.mark.slow] if temperature == 1.5 else []
+                setup = Setup(temperature, draft, vary, tables=int(temperature * 10), method=method)
+                found.append(pytest.param(setup, marks=marks))
+    wide = [replace(setup.values[0], vocab_size=16) for setup in found if setup.values[0].temperature == 1.0]
+    return found + wide + [Setup(vocab_size=16)]
+
+
+@pytest.mark.parametrize("setup", configurations() + other_methods(), ids=describe)
+def test_output_follows_the_target(setup: Setup) -> None:
+    outcome = run(setup)
     assert {name: value for name, check in CHECKS.items() if (value := check(outcome)) < ALPHA} == {}
-    if draft in ("full", "few"):
+    if setup.draft in ("full", "few") and setup.method == "standard":
         assert after_refusal(outcome) >= ALPHA
-    assert max(map(abs, acceptance_errors(outcome, draft in ("one-hot", "hidden")))) < 5
+    assert max(map(abs, acceptance_errors(outcome, setup.draft in ("one-hot", "hidden")))) < 5
 
 
 def test_top_k_and_top_p_together() -> None:
@@ -243,14 +324,39 @@ def accept_all(log_p: torch.Tensor, log_q: torch.Tensor, log_u: torch.Tensor) ->
     return torch.ones_like(log_p, dtype=torch.bool)
 
 
+def residual_of_standard(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    accepted_B, log_pi_B = acceptance_count_by_ratio(*arguments)
+    return accepted_B, torch.zeros_like(log_pi_B)
+
+
+acceptance_count_by_ratio = acceptance.count_by_ratio
+BLOCK = Setup(method="block")
 Check = Callable[[Outcome], float]
 FAULTS: dict[str, tuple[Setup, tuple[object, str, object] | None, Check]] = {
-    "residual drawn from p": (Setup(), (module, "residual_log_weights", residual_from_p), first_token),
-    "one-hot residual keeps x": (Setup(draft="one-hot"), (module, "one_hot_residual", keep_the_refused), first_token),
-    "everything accepted": (Setup(), (module, "accepts_draft", accept_all), first_token),
+    "residual drawn from p": (Setup(), (acceptance, "residual_log_weights", residual_from_p), first_token),
+    "one-hot residual keeps x": (
+        Setup(draft="one-hot"),
+        (acceptance, "one_hot_residual", keep_the_refused),
+        first_token,
+    ),
+    "everything accepted": (Setup(), (acceptance, "accepts_draft", accept_all), first_token),
     "draft shares the target's noise": (Setup(draft_domain=noise.TARGET), None, after_refusal),
     "u is a word of the draft noise": (Setup(), (noise, "ACCEPT", noise.DRAFT), first_two),
     "q told at another temperature": (Setup(temperature=0.5, told_temperature=1.0), None, first_token),
+    "q never written": (Setup(tells="a uniform"), None, first_token),
+    "q told in bfloat16": (Setup(tables=3, tells="bfloat16"), None, first_two),
+    "q of another row": (Setup(tells="another row"), None, first_two),
+    "q of another row, block": (replace(BLOCK, tells="another row"), None, first_two),
+    "block stops at the first failure": (BLOCK, (acceptance, "count_to_last", acceptance.count_leading), first_token),
+    "block draws standard's residual": (
+        replace(BLOCK, tables=3, top_p=1.0),
+        (acceptance, "count_by_ratio", residual_of_standard),
+        first_two,
+    ),
+    "block: u is a word of the draft noise": (BLOCK, (noise, "ACCEPT", noise.DRAFT), first_two),
+    "block shares the target's noise": (replace(BLOCK, draft_domain=noise.TARGET), None, first_token),
+    "match draws afresh": (Setup(draft="hidden", method="match", redraws=True), None, first_token),
+    "coupled draws afresh": (Setup(method="coupled", redraws=True), None, first_token),
     "first draft never judged": (Setup(unverified_first=True), None, first_token),
     "first draft never judged, one-hot": (Setup(draft="one-hot", unverified_first=True), None, first_token),
 }
@@ -259,7 +365,8 @@ FAULTS: dict[str, tuple[Setup, tuple[object, str, object] | None, Check]] = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     setup, patch, check = FAULTS[name]
-    sound = replace(setup, told_temperature=None, draft_domain=noise.DRAFT, unverified_first=False)
+    truth: dict[str, Any] = {"told_temperature": None, "tells": "the truth", "draft_domain": noise.DRAFT}
+    sound = replace(setup, unverified_first=False, redraws=False, **truth)
     assert check(run_sound(sound)) >= ALPHA
     if patch is not None:
         monkeypatch.setattr(*patch)
@@ -271,45 +378,6 @@ def test_wasteful_acceptance_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = run(Setup(draft="hidden"))
     assert first_two(outcome) >= ALPHA
     assert abs(acceptance_errors(outcome, is_one_hot=False)[0]) > 5
-
-
-@pytest.mark.parametrize("is_full_q", [True, False])
-def test_steps_that_draft_a_position_again_keep_the_joint(is_full_q: bool) -> None:
-    """Whole chains: a step after a refusal drafts later positions anew, under the same seed."""
-    processed, drafter, _ = draw_tables(Setup())
-    log_q = drafter.log_softmax(-1)
-    counter = torch.arange(N)
-    tokens = torch.full((N, 3 + K + 1), -1)
-    length, last = torch.zeros_like(counter), torch.full_like(counter, START)
-    ones = torch.ones(N)
-    for step in range(3):
-        step_B, position = torch.full_like(counter, step), 10 + length
-        rows = [last]
-        for i in range(K):
-            draw = {"seed_R": counter, "position_R": position + i, "domain": noise.DRAFT, "step_R": step_B}
-            rows.append(sample_tokens(log_q[rows[-1]], temperature_R=ones, **draw))
-        contexts = torch.stack(rows, dim=1)
-        drafts = contexts[:, 1:]
-        q = {"candidate_ids_BKC": torch.arange(V).expand(N, K, V), "log_q_BKC": log_q[contexts[:, :K]]}
-        verdict = verify_block(
-            drafts,
-            processed[contexts],
-            temperature_B=ones,
-            seed_B=counter,
-            anchor_position_B=position,
-            step_B=step_B,
-            **(q if is_full_q else {}),
-        )
-        emitted = torch.cat([drafts, drafts[:, :1]], dim=1)
-        emitted.scatter_(1, verdict.accepted_B.unsqueeze(1), verdict.bonus_ids_B.unsqueeze(1))
-        for i in range(K + 1):
-            place = (length + i).clamp(max=tokens.shape[1] - 1).unsqueeze(1)
-            is_new = (verdict.accepted_B >= i).unsqueeze(1) & (length + i < tokens.shape[1]).unsqueeze(1)
-            tokens.scatter_(1, place, torch.where(is_new, emitted[:, i : i + 1], tokens.gather(1, place)))
-        length, last = length + verdict.accepted_B + 1, verdict.bonus_ids_B
-    p = processed.double().softmax(-1)
-    joint = p[START].view(V, 1, 1) * p[:V].view(V, V, 1) * p[:V].view(1, V, V)
-    assert p_value(counts(tokens[:, 0], tokens[:, 1], tokens[:, 2]), joint) >= ALPHA
 
 
 def test_the_chi_square_of_this_file_knows_a_worked_example() -> None:

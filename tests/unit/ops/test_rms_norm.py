@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.ops.rms_norm import rms_norm, rms_norm_reference
+from paceline.ops.rms_norm import mirror_gain, rms_norm, rms_norm_mirrored, rms_norm_reference
 
 
 def slow_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -77,3 +77,37 @@ def test_without_a_gradient_the_layer_norm_form_is_the_same_function(dtype: torc
     assert float((found.double() - wanted).abs().max() / wanted.abs().max()) < bound
     traced = rms_norm(x, gain.clone().requires_grad_(True), eps=1e-5)  # the form that training differentiates
     assert float((found.double() - traced.detach().double()).abs().max() / wanted.abs().max()) < bound
+
+
+@pytest.mark.parametrize("num_copies", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mirrored_rows_are_the_norm_and_its_negative_in_turn(num_copies: int, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(3, 5, 24).to(dtype), torch.randn(24).to(dtype)
+    y = rms_norm_mirrored(x.unsqueeze(-2), mirror_gain(weight, num_copies), eps=1e-5)
+    assert y.shape == (3, 5, num_copies, 24) and y.dtype == dtype
+    # Sums over 2 and over 4 copies may differ in their last bit.
+    torch.testing.assert_close(y[..., 0, :], rms_norm(x, weight, eps=1e-5))
+    assert torch.equal(y[..., 1::2, :], -y[..., 0::2, :])
+    assert all(torch.equal(y[..., copy, :], y[..., 0, :]) for copy in range(0, num_copies, 2))
+
+
+def test_a_prepared_gain_is_a_copy_and_gives_the_same_bits() -> None:
+    x, weight = torch.randn(7, 24), torch.randn(24)
+    gain = mirror_gain(weight, 2)
+    expected = rms_norm(x, weight, eps=1e-5)
+    weight.zero_()
+    assert torch.equal(rms_norm_mirrored(x.unsqueeze(-2), gain, eps=1e-5)[:, 0], expected)
+
+
+def test_16_bit_outputs_are_rounded_once() -> None:
+    """A gain that is multiplied in after a rounding doubles the error, which is what the canary computes."""
+    x, weight = torch.randn(500, 64).to(torch.bfloat16), (torch.rand(64) + 0.5).to(torch.bfloat16)
+    exact = slow_rms_norm(x, weight, 1e-5)
+    unit = torch.ones_like(weight)
+    twice = rms_norm(x, unit, eps=1e-5) * weight
+    half_unit = torch.finfo(torch.bfloat16).eps / 2
+
+    def worst(y: torch.Tensor) -> float:
+        return float(((y.double() - exact) / exact).abs().max())
+
+    assert worst(rms_norm(x, weight, eps=1e-5)) <= 1.01 * half_unit < worst(twice)

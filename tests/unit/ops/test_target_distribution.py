@@ -1,16 +1,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.slow_target_distribution import (
+    Case,
+    Wishes,
+    bits,
+    cases,
+    settings_of,
+    slow_processed,
+    slow_rules,
+)
 
 from paceline.errors import ShapeError
 from paceline.ops import target_distribution
-from paceline.ops.target_distribution import effective_temperature, process_logits
+from paceline.ops.target_distribution import TargetLogits, effective_temperature, process_logits, target_logits
+from paceline.ops.token_rules import RuledLogits, apply_token_rules
 
 
 def process(
@@ -194,3 +205,187 @@ def test_bad_values_stay_visible_and_leave_the_neighbour_alone(vocab_size: int) 
 def test_settings_need_one_entry_per_row() -> None:
     with pytest.raises(ShapeError, match=r"top_p has shape \[2\], expected \[3\]"):
         process(torch.zeros(3, 5), top_p=[0.5, 0.5])
+
+
+def compose(case: Case, *, fills_all: bool = False, **options: Any) -> TargetLogits:
+    rules = case.rules(fills_all=fills_all)
+    return target_logits(case.logits, case.drafts, case.anchor_position, rules, **settings_of(case.requests), **options)
+
+
+@settings(max_examples=80)
+@given(case=cases())
+def test_the_whole_chain_agrees_with_the_slow_one_to_the_bit(case: Case) -> None:
+    raw, processed = compose(case)
+    for b, wishes in enumerate(case.requests):
+        for row in range(case.logits.shape[1]):
+            slow_raw, ruled = slow_rules(case.logits[b, row].tolist(), row, case.drafts[b].tolist(), wishes)
+            wanted, too_close = slow_processed(ruled, wishes)
+            assert raw[b, row].tolist() == slow_raw
+            assert too_close or processed[b, row].tolist() == wanted
+
+
+@given(case=cases(is_exact=False, has_faults=True))
+def test_neutral_stages_neighbours_and_chunks_change_no_bit(case: Case) -> None:
+    together = compose(case)
+    for other in (compose(case, fills_all=True), compose(case, max_chunk_bytes=1)):
+        assert torch.equal(bits(other.raw_BLV), bits(together.raw_BLV))
+        assert torch.equal(bits(other.processed_BLV), bits(together.processed_BLV))
+    for index in range(len(case.requests)):
+        alone = compose(case.part([index]))
+        assert torch.equal(bits(alone.processed_BLV[0]), bits(together.processed_BLV[index]))
+
+
+@given(case=cases(is_exact=False))
+def test_flags_of_the_batch_change_no_bit(case: Case) -> None:
+    sampled = [wishes for wishes in case.requests if wishes.temperature > 0]
+    flags = {
+        "max_top_k": max((wishes.top_k for wishes in sampled), default=0),
+        "any_top_p": any(wishes.top_p < 1 for wishes in sampled),
+        "any_min_p": any(wishes.min_p > 0 for wishes in sampled),
+        "all_greedy": not sampled,
+    }
+    assert torch.equal(bits(compose(case, **flags).processed_BLV), bits(compose(case).processed_BLV))
+
+
+def test_greedy_rows_obey_rules_and_nothing_else() -> None:
+    wishes = Wishes(allowed=frozenset({1, 2, 3}), bias={1: 5.0}, top_k=1, top_p=0.1, min_p=0.9)
+    case = Case(torch.zeros(2, 1, 5), torch.empty(2, 0, dtype=torch.int64), (wishes, Wishes(temperature=1.0, top_k=1)))
+    processed = compose(case).processed_BLV
+    assert processed[0, 0].tolist() == [-math.inf, 5.0, 0.0, 0.0, -math.inf]
+    alone = case.part([0])
+    assert torch.equal(compose(alone, all_greedy=True).processed_BLV[0], processed[0])
+    assert torch.equal(compose(alone, all_greedy=True, max_chunk_bytes=1).processed_BLV[0], processed[0])
+
+
+def test_a_batch_that_asks_for_nothing_costs_nothing() -> None:
+    logits = torch.randn(2, 3, 9).bfloat16()
+    case = Case(logits, torch.zeros(2, 2, dtype=torch.int64), (Wishes(), Wishes()))
+    raw, processed = compose(case, all_greedy=True, max_chunk_bytes=1)
+    assert raw is logits and processed is logits
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-6, 1e-5, 0.01])
+def test_extreme_logits_and_temperatures_stay_numbers(temperature: float) -> None:
+    wishes = Wishes(
+        output=(0, 1), bias={0: 100.0}, repetition=1.9, frequency=2.0, presence=-2.0, temperature=temperature, min_p=0.1
+    )
+    logits = torch.tensor([[[1e4, -1e4, 1e4, 3.0]]])
+    processed = compose(Case(logits, torch.empty(1, 0, dtype=torch.int64), (wishes,))).processed_BLV[0, 0]
+    assert not processed.isnan().any()
+    assert processed.softmax(-1).tolist() == pytest.approx([0.0, 0.0, 1.0, 0.0])
+
+
+def test_rows_with_nothing_left_or_broken_stay_recognisable() -> None:
+    empty = Wishes(allowed=frozenset(), temperature=0.7, top_k=3, top_p=0.5, min_p=0.1, repetition=1.5)
+    sound = Wishes(temperature=0.7, top_k=3, top_p=0.5, min_p=0.1)
+    logits = torch.randn(4, 2, 400, generator=torch.Generator().manual_seed(5))
+    logits[1, 0, 7], logits[2, 1, 3] = math.nan, math.inf
+    case = Case(logits, torch.zeros(4, 1, dtype=torch.int64), (empty, sound, sound, sound))
+    processed = compose(case).processed_BLV
+    assert (processed[0] == -math.inf).all()
+    assert processed[1, 0].isnan().any() and processed[2, 1, 3] == math.inf
+    for b, row in ((1, 1), (2, 0), (3, 0), (3, 1)):
+        assert processed[b, row].amax().isfinite()
+    assert torch.equal(processed[3], compose(case.part([3])).processed_BLV[0])
+
+
+def test_a_guard_that_makes_nan_finite_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def guarded(*arguments: Any, **options: Any) -> RuledLogits:
+        return RuledLogits(*(logits.nan_to_num(neginf=-1e30) for logits in apply_token_rules(*arguments, **options)))
+
+    monkeypatch.setattr(target_distribution, "apply_token_rules", guarded)
+    with pytest.raises(AssertionError):
+        test_rows_with_nothing_left_or_broken_stay_recognisable()
+
+
+def everything(vocab_size: int, temperature: float) -> Case:
+    """Three requests that use every stage, with a hole among the drafts."""
+    logits = torch.randn(3, 4, vocab_size, generator=torch.Generator().manual_seed(6)) * 3
+    wishes = Wishes(
+        prompt=(3, 4),
+        output=(5, 6),
+        grammar=(None, frozenset(range(1, vocab_size))),
+        allowed=frozenset(range(vocab_size - 1)),
+        bias={2: 1.5},
+        stop_ids=(0, 1),
+        min_tokens=4,
+        repetition=1.3,
+        frequency=0.4,
+        presence=0.2,
+        bad_words=((7,), (6, 8), (5, 6, 9)),
+        temperature=temperature,
+        top_k=40,
+        top_p=0.9,
+        min_p=0.01,
+    )
+    return Case(logits, torch.tensor([[8, 6, 8], [6, -1, -1], [-1, -1, -1]]), (wishes, wishes, wishes))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_no_tensor_value_is_read_on_the_host(temperature: float) -> None:
+    """Tensors without data can take every step that a captured CUDA graph can."""
+    case = everything(500, temperature)
+
+    def without_data(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to("meta")
+        return type(value)(*map(without_data, value)) if isinstance(value, tuple) else value
+
+    arguments = (case.logits, case.drafts, case.anchor_position, case.rules())
+    settings_B = {name: setting.to("meta") for name, setting in settings_of(case.requests).items()}
+    for options in ({}, {"max_chunk_bytes": 1}, {"all_greedy": True}):
+        raw, processed = target_logits(*map(without_data, arguments), **settings_B, **options)
+        assert raw.shape == processed.shape == (3, 4, 500)
+        assert processed.dtype is torch.float32
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_follows_its_inputs() -> None:
+    device = torch.device("cuda")
+
+    def on_device(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(device)
+        return type(value)(*map(on_device, value)) if isinstance(value, tuple) else value
+
+    first, second = everything(4999, 0.8), everything(4999, 1.3)
+    second = Case(second.logits.flip(2), second.drafts.flip(0), second.requests)
+    held, fresh = (
+        (on_device(case.logits), on_device(case.drafts), on_device(case.anchor_position), on_device(case.rules()))
+        for case in (first, second)
+    )
+    held_settings, fresh_settings = (
+        {name: on_device(value) for name, value in settings_of(case.requests).items()} for case in (first, second)
+    )
+
+    def run() -> TargetLogits:
+        return target_logits(*held, **held_settings)
+
+    replay = captured(run)
+    held[0].copy_(fresh[0])
+    held[1].copy_(fresh[1])
+    for name, setting in held_settings.items():
+        setting.copy_(fresh_settings[name])
+    wanted = target_logits(*fresh, **fresh_settings)
+    for found, eager in zip(replay(), wanted, strict=True):
+        assert torch.equal(bits(found), bits(eager))
+    on_cpu = compose(second).processed_BLV
+    assert (wanted.processed_BLV.cpu().isfinite() == on_cpu.isfinite()).float().mean() > 0.999
+
+
+def captured(run: Callable[[], TargetLogits]) -> Callable[[], TargetLogits]:
+    """Capture a body; its replay returns what the capture returned."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = run()
+
+    def replay() -> TargetLogits:
+        graph.replay()
+        return output
+
+    return replay

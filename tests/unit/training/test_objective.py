@@ -15,7 +15,7 @@ import paceline.training.objective as objective_module
 from paceline.models.drafters.dflash import DFlashDrafter
 from paceline.training.anchors import Blocks, all_anchors, block_visibility, make_blocks
 from paceline.training.features import TargetFeatures
-from paceline.training.objective import Features, Objective, draft_blocks, position_weights, score_blocks
+from paceline.training.objective import Features, Objective, Scores, draft_blocks, position_weights, score_drafts
 
 CONTRACTS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -52,6 +52,13 @@ class Case:
 
     def draft(self) -> Tensor:
         return draft_blocks(self.drafter, self.taps, self.rows(), self.blocks)
+
+
+def score_blocks(
+    drafter: DFlashDrafter, features: Features, rows: Tensor, blocks: Blocks, head: Tensor, objective: Objective
+) -> Scores:
+    hidden = drafter.predicted_rows(draft_blocks(drafter, features.taps, rows, blocks))
+    return score_drafts(drafter, hidden, features, blocks, head, objective)
 
 
 @pytest.fixture(params=CONTRACTS)

@@ -20,7 +20,6 @@ from paceline.training.step import StepResult, StepSettings, train_step
 SETTINGS = StepSettings(
     objective=Objective(kl=0.5, ce=0.5, gamma=4.0, chunk_rows=16),
     num_anchors=100,  # more than there are: every candidate is an anchor
-    block_size=4,
     clip_norm=1e9,
     mixed_precision=False,
 )
@@ -141,7 +140,7 @@ def test_nothing_is_updated_when_the_loss_is_not_finite(poison: float) -> None:
 def test_the_gradient_is_clipped_as_one_vector() -> None:
     drafter = tiny_drafter()
     before = parameters(drafter)
-    settings = StepSettings(SETTINGS.objective, 100, 4, clip_norm=0.01, mixed_precision=False)
+    settings = StepSettings(SETTINGS.objective, 100, clip_norm=0.01, mixed_precision=False)
     result = one_step(drafter, tiny_target(), [batch_of((4, 9))], settings=settings)
     change = torch.cat([(before[name] - p.detach()).flatten() for name, p in drafter.named_parameters()])
     assert float(result.gradient_norm) > 0.01
@@ -149,7 +148,7 @@ def test_the_gradient_is_clipped_as_one_vector() -> None:
 
 
 def test_a_step_is_a_pure_function_of_its_seeds() -> None:
-    settings = StepSettings(SETTINGS.objective, 3, 4, clip_norm=1.0, mixed_precision=False)
+    settings = StepSettings(SETTINGS.objective, 3, clip_norm=1.0, mixed_precision=False)
     results = []
     for _ in range(2):
         drafter = tiny_drafter()
@@ -161,7 +160,7 @@ def test_a_step_is_a_pure_function_of_its_seeds() -> None:
 def test_mixed_precision_is_close_to_float32() -> None:
     losses = []
     for mixed_precision in (False, True):
-        settings = StepSettings(SETTINGS.objective, 100, 4, clip_norm=1e9, mixed_precision=mixed_precision)
+        settings = StepSettings(SETTINGS.objective, 100, clip_norm=1e9, mixed_precision=mixed_precision)
         drafter = tiny_drafter()
         losses.append(float(one_step(drafter, tiny_target(), [batch_of((4, 9))], settings=settings).loss))
         assert all(parameter.dtype == torch.float32 for parameter in drafter.parameters())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.contract import DraftSampleMethod
-from paceline.ops.noise import DRAFT, gumbel_from_hash, hash32, mix_step
+from paceline.ops.noise import DRAFT, TARGET, gumbel_from_hash, hash32, mix_step
 
 MAX_CANDIDATES = 32
 
@@ -41,6 +41,8 @@ class DraftSampling:
         seed_B: int64.
         position_B: int64, the anchor's position; every draw is keyed by the position before its token.
         step_B: int64, how many blocks this request drafted before.
+        is_coupled: draw with the noise that the target will use at the same position, so that both often pick the same
+            id. Such drafts may be judged by equality alone, never by the ratio of p to q: see `ops.acceptance`.
     """
 
     method: DraftSampleMethod
@@ -48,6 +50,7 @@ class DraftSampling:
     seed_B: Tensor
     position_B: Tensor
     step_B: Tensor
+    is_coupled: bool = False
 
     def gumbel(self, ids_BKC: Tensor, *, first: int = 0) -> Tensor:
         """Noise for positions of the block, float32 [B, K, C], keyed by token id.
@@ -56,7 +59,8 @@ class DraftSampling:
             ids_BKC: int64 target ids.
             first: which draft the first of these K positions is, from 0.
         """
-        keys_B11 = mix_step(self.seed_B, self.step_B)[:, None, None]
+        keys_B = self.seed_B if self.is_coupled else mix_step(self.seed_B, self.step_B)
         offsets_K = torch.arange(first, first + ids_BKC.shape[1], device=ids_BKC.device)
         positions_BK1 = (self.position_B[:, None] + offsets_K)[:, :, None]
-        return gumbel_from_hash(hash32(keys_B11, positions_BK1, ids_BKC, DRAFT))
+        domain = TARGET if self.is_coupled else DRAFT
+        return gumbel_from_hash(hash32(keys_B[:, None, None], positions_BK1, ids_BKC, domain))

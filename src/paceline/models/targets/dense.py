@@ -13,6 +13,7 @@ from paceline.checkpoint.contract import AuxHiddenStream, CaptureId, TargetContr
 from paceline.models.layers import Attend, DecoderLayer, Linear, RMSNorm
 from paceline.models.positions import position_table
 from paceline.models.taps import TapCollector
+from paceline.ops.linear import FILLED_ROWS
 from paceline.ops.rotary import expand_rotary
 
 
@@ -90,6 +91,9 @@ class DenseTarget(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of every vocabulary id, [..., D] to [..., V], in the model's dtype."""
+        if self.lm_head.is_packed and hidden.shape[:-1] == (1, 1):
+            filled: Tensor = self.lm_head(hidden.expand(1, FILLED_ROWS, -1))
+            return filled[:, :1]
         scores: Tensor = self.lm_head(hidden)
         return scores
 

@@ -174,3 +174,19 @@ def test_row_invariant_mode_agrees_with_the_plain_one() -> None:
     set_linear_mode(target, "row_invariant")
     other = target.logits(target(tokens, positions_of(tokens), WholeSequence()))
     torch.testing.assert_close(other, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_packed_mode_agrees_with_the_plain_one_for_one_row_and_for_several() -> None:
+    target = tiny_target().to(torch.bfloat16)
+    tokens = torch.randint(0, 61, (1, 9))
+    for num_rows in (1, 9):
+        rows, positions = tokens[:, :num_rows], positions_of(tokens)[:, :num_rows]
+        set_linear_mode(target, "plain")
+        plain = target.logits(target(rows, positions, WholeSequence()))
+        set_linear_mode(target, "packed")  # plain once more where nothing can be packed
+        taps = TapCollector([CaptureId(0), CaptureId(2)])
+        hidden = target(rows, positions, WholeSequence(), taps)
+        assert hidden.shape == (1, num_rows, 24) and all(tap.shape == hidden.shape for tap in taps.collected())
+        packed = target.logits(hidden)
+        assert packed.shape == (1, num_rows, 61)
+        torch.testing.assert_close(packed, plain, rtol=2**-4, atol=2**-4 * float(plain.abs().max()))

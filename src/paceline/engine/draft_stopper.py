@@ -1,0 +1,111 @@
+"""Holding drafts back on the device: where a block's survival falls below what a row costs, the rest is not verified.
+
+Each draft's chance comes from its row's features (`acceptance_estimator.py`), never from the draft itself, so that the
+output stays the target's own (`draft_budget.py`).
+
+S slots plus one trash row, B requests, K draft tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.engine.acceptance_estimator import AcceptanceEstimator, draft_features
+from paceline.engine.draft_budget import usable_prefix
+from paceline.models.drafters.proposal import Proposal
+from paceline.ops.sample_tokens import NO_TOKEN
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """How many drafts a step draws for the next one, settled before any of them is drawn.
+
+    Attributes:
+        num_drafts: per request; 0 leaves it without.
+        thresholds: the survival that each draft of a block needs to be verified; None holds nothing back.
+        is_adaptive: per request, whether thresholds apply to it.
+        teaches: per request, whether its blocks say something about the others': rules on tokens or a grammar refuse
+            drafts for reasons of their own.
+    """
+
+    num_drafts: tuple[int, ...]
+    thresholds: tuple[float, ...] | None = None
+    is_adaptive: tuple[bool, ...] = ()
+    teaches: tuple[bool, ...] = ()
+
+    @property
+    def most(self) -> int:
+        """Drafts that the batch as a whole draws."""
+        return max(self.num_drafts, default=0)
+
+
+class DraftStopper:
+    """What is known of waiting drafts' chances, and the estimator that learns from what becomes of them.
+
+    Args:
+        num_slots: S.
+        num_draft_tokens: K.
+        device: of the slots' state.
+    """
+
+    def __init__(self, num_slots: int, num_draft_tokens: int, device: torch.device) -> None:
+        self.estimator: AcceptanceEstimator | None = None
+        self._num_draft_tokens = num_draft_tokens
+        self._features = torch.zeros(num_slots + 1, num_draft_tokens, device=device)
+        self._has_features = torch.zeros(num_slots + 1, dtype=torch.bool, device=device)
+
+    def observe(self, slots_B: Tensor, draft_ids_BK: Tensor, accepted_B: Tensor, plan: DraftPlan) -> None:
+        """Learn from a step's verification; has to come before `hold_back` of the next blocks.
+
+        Args:
+            slots_B: int64.
+            draft_ids_BK: int64, what was verified; -1 where there was none.
+            accepted_B: int64.
+            plan: of this step; says who teaches.
+        """
+        if self.estimator is None or draft_ids_BK.shape[1] == 0:
+            return
+        counts_B = self._has_features[slots_B] & torch.tensor(plan.teaches, device=slots_B.device)
+        judged_B = count_drafts(draft_ids_BK) * counts_B
+        self.estimator.observe(self._features[slots_B, : draft_ids_BK.shape[1]], judged_B, accepted_B)
+
+    def hold_back(self, slots_B: Tensor, proposal: Proposal, plan: DraftPlan) -> Proposal:
+        """Take out drafts that are not worth a row; with nothing known of the rows, none are.
+
+        Args:
+            slots_B: int64.
+            proposal: as drawn; its features are kept for `observe`.
+            plan: says whose drafts may be held back, and below which survival.
+        """
+        features_BK = draft_features(proposal)
+        self._has_features[slots_B] = features_BK is not None
+        if features_BK is None:
+            return proposal
+        num_drafts = features_BK.shape[1]
+        self._features[slots_B, :num_drafts] = features_BK
+        if self.estimator is None:
+            self.estimator = AcceptanceEstimator(
+                self._num_draft_tokens,
+                has_confidence_head=proposal.confidence_BK is not None,
+                device=features_BK.device,
+            )
+        if plan.thresholds is None:
+            return proposal
+        thresholds_K = torch.tensor(plan.thresholds[:num_drafts], dtype=torch.float64, device=features_BK.device)
+        is_adaptive_B = torch.tensor(plan.is_adaptive, device=features_BK.device)
+        usable_B = usable_prefix(self.estimator.confidence(features_BK), thresholds_K)
+        return first_drafts(proposal, torch.where(is_adaptive_B, usable_B, num_drafts))
+
+
+def first_drafts(proposal: Proposal, num_drafts_B: Tensor) -> Proposal:
+    """Leave each request its first drafts and mark the others as missing."""
+    position_K = torch.arange(proposal.ids_BK.shape[1], device=num_drafts_B.device)
+    return proposal._replace(ids_BK=proposal.ids_BK.masked_fill(position_K >= num_drafts_B.unsqueeze(1), NO_TOKEN))
+
+
+def count_drafts(draft_ids_BK: Tensor) -> Tensor:
+    """Drafts before the first missing one, int64 [B]."""
+    return (draft_ids_BK != NO_TOKEN).long().cumprod(dim=1).sum(dim=1)

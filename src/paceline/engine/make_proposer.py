@@ -1,0 +1,87 @@
+"""From a loaded drafter to what drafts in an engine, with a cache of the engine's size."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from paceline.checkpoint.contract import DraftSampleMethod
+from paceline.engine.attends import AttentionChoice
+from paceline.engine.cache import KeyValueCache
+from paceline.engine.proposal import BlockProposer, Proposer
+from paceline.engine.sequential_proposal import SequentialProposer, spare_positions
+from paceline.engine.settings import EngineSettings
+from paceline.errors import CompatibilityError
+from paceline.models.drafters.eagle3 import Eagle3Drafter
+from paceline.models.loading import LoadedDrafter, LoadedTarget
+
+
+def make_proposer(
+    target: LoadedTarget,
+    drafter: LoadedDrafter,
+    choice: AttentionChoice,
+    settings: EngineSettings,
+    *,
+    num_draft_tokens: int,
+    capacity: int,
+) -> Proposer:
+    """Prepare a drafter for serving.
+
+    Args:
+        target: lends embedding and head.
+        drafter: of any family.
+        choice: form of attention.
+        settings: number of slots, how drafts are drawn and judged.
+        num_draft_tokens: K.
+        capacity: positions of a slot in the target's cache.
+    """
+    model, contract = drafter.model, drafter.contract
+    is_coupled = settings.verify_method == "coupled"
+    # Coupled drafts agree with the target's draws because they use the same noise, so they have to be drawn.
+    own: DraftSampleMethod = "probabilistic" if is_coupled else contract.draft_sample_method
+    method = settings.draft_sample_method or own
+
+    def cache(shape: tuple[int, int], capacity: int, weight: Tensor) -> KeyValueCache:
+        num_kv_heads, head_size = shape
+        return KeyValueCache(
+            num_layers=contract.num_layers,
+            num_slots=settings.max_num_seqs,
+            num_kv_heads=num_kv_heads,
+            capacity=capacity,
+            head_size=head_size,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+
+    if isinstance(model, Eagle3Drafter):
+        return SequentialProposer(
+            target.model,
+            model,
+            cache(model.cache_shape, capacity + spare_positions(num_draft_tokens), model.fc.weight),
+            choice,
+            num_draft_tokens=num_draft_tokens,
+            method=method,
+            is_coupled=is_coupled,
+        )
+    return BlockProposer(
+        target.model,
+        model,
+        cache(model.backbone.cache_shape, capacity, model.backbone.fc.weight),
+        choice,
+        num_draft_tokens=num_draft_tokens,
+        method=method,
+        is_coupled=is_coupled,
+    )
+
+
+def refuse_another_target(target: LoadedTarget, drafter: LoadedDrafter | None) -> None:
+    """A drafter that was checked on one target may fit no other, however equal their sizes.
+
+    Raises:
+        CompatibilityError: it was loaded for another one.
+    """
+    if drafter is not None and drafter.checked_on is not None and drafter.checked_on is not target.model:
+        raise CompatibilityError(
+            "the drafter was loaded for another target than this engine's; what was checked there says nothing here",
+            origin={"drafter": drafter.contract.origin, "target": target.contract.origin},
+            hint="load_drafter(name, target) with this engine's target",
+        )

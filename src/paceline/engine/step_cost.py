@@ -1,0 +1,124 @@
+"""What a step costs: measured on the machine and the models at hand, never guessed.
+
+A step verifies T rows per request and drafts T - 1 tokens for the next; both parts depend on how many requests there
+are. A few sizes are timed, the rest is interpolated.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+NUM_REPEATS = 3
+
+
+class CostCurve:
+    """Cost by size, never falling: linear between the sizes that were measured, and on from the last two.
+
+    Args:
+        measured: ms by size.
+        captured: sizes that a step is padded to, as with CUDA graphs: up to the largest of them, a size costs what the
+            next captured one does.
+    """
+
+    def __init__(self, measured: Mapping[int, float], captured: Sequence[int] = ()) -> None:
+        self._sizes = sorted(measured)
+        # A larger step that was timed as cheaper is noise, and would make the choice jump.
+        self._costs = list(itertools.accumulate((measured[size] for size in self._sizes), max))
+        self._captured = sorted(captured)
+
+    def ms(self, size: int) -> float:
+        """Cost of a size; below the smallest measured one, the cost of that."""
+        padded = bisect_left(self._captured, size)
+        if padded < len(self._captured):
+            size = self._captured[padded]
+        sizes, costs = self._sizes, self._costs
+        if size <= sizes[0] or len(sizes) == 1:
+            return costs[0]
+        upper = min(bisect_left(sizes, size), len(sizes) - 1)
+        slope = (costs[upper] - costs[upper - 1]) / (sizes[upper] - sizes[upper - 1])
+        return costs[upper - 1] + slope * (size - sizes[upper - 1])
+
+
+class StepCostTable:
+    """Cost by the number of requests and of rows per request; it falls in neither direction.
+
+    Args:
+        measured: ms by (requests, rows); all combinations of the sizes that occur.
+    """
+
+    def __init__(self, measured: Mapping[tuple[int, int], float]) -> None:
+        self._batch_sizes = sorted({num_requests for num_requests, _ in measured})
+        self._curves = {
+            num_requests: CostCurve({rows: ms for (batch, rows), ms in measured.items() if batch == num_requests})
+            for num_requests in self._batch_sizes
+        }
+
+    def cost_ms(self, num_requests: int, num_rows: int) -> float:
+        """Cost in ms, interpolated; beyond what was measured it goes on as between the last two sizes."""
+        by_batch = {batch: curve.ms(num_rows) for batch, curve in self._curves.items()}
+        return CostCurve(by_batch).ms(num_requests)
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Both parts of a step.
+
+    Attributes:
+        verify: target pass, verification and the drafter's context, by (requests, rows).
+        draft: drawing the next block, by (requests, drafts).
+    """
+
+    verify: StepCostTable
+    draft: StepCostTable
+
+    def step_ms(self, num_requests: int, num_drafts: int) -> float:
+        """A step that verifies and draws `num_drafts` per request; 0 is a plain step that keeps the context current."""
+        draft_ms = self.draft.cost_ms(num_requests, num_drafts) if num_drafts > 0 else 0.0
+        return self.verify.cost_ms(num_requests, num_drafts + 1) + draft_ms
+
+    def verify_ms(self, num_requests: int, num_drafts: int) -> float:
+        """The part of it that can still be saved once the drafts are there."""
+        return self.verify.cost_ms(num_requests, num_drafts + 1)
+
+
+def measure_step_costs(
+    run_step: Callable[[int, int], None],
+    batch_sizes: Sequence[int],
+    row_counts: Sequence[int],
+    *,
+    budget_s: float = 1.0,
+    clock: Callable[[], float] = time.perf_counter,
+) -> StepCostTable:
+    """Time some sizes: one run to warm up, then the median of three.
+
+    Args:
+        run_step: runs (requests, rows) and returns when it is done, device included.
+        batch_sizes: requests, some of those that will occur.
+        row_counts: rows or drafts per request.
+        budget_s: once this much time is spent, sizes are run once and no more.
+        clock: seconds.
+    """
+    begun_s = clock()
+    measured: dict[tuple[int, int], float] = {}
+    for num_requests, num_rows in itertools.product(batch_sizes, row_counts):
+        times_ms: list[float] = []
+        for _ in range(1 + NUM_REPEATS):
+            started_s = clock()
+            run_step(num_requests, num_rows)
+            ended_s = clock()
+            times_ms.append((ended_s - started_s) * 1e3)
+            if ended_s - begun_s > budget_s:
+                break
+        measured[num_requests, num_rows] = statistics.median(times_ms[1:] or times_ms)
+    return StepCostTable(measured)
+
+
+def sizes_to_measure(largest: int) -> list[int]:
+    """1, 2, 4, ... and the largest itself."""
+    powers = itertools.takewhile(lambda size: size < largest, (2**exponent for exponent in itertools.count()))
+    return [*powers, largest]

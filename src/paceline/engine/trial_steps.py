@@ -1,0 +1,82 @@
+"""Measuring what steps cost with real ones, on the slot that no request ever gets."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.engine.attends import AttentionChoice
+from paceline.engine.cache import KeyValueCache
+from paceline.engine.proposal import Proposer, Rows
+from paceline.engine.sampling_flags import SamplingFlags
+from paceline.engine.slots import SlotState
+from paceline.engine.step import StepBatch, decode_step
+from paceline.engine.step_cost import StepCosts, measure_step_costs, sizes_to_measure
+from paceline.models.targets.dense import DenseTarget
+
+_CONTEXT = 256
+_VERIFY_BUDGET_S = 1.0
+_DRAFT_BUDGET_S = 0.5
+
+
+@torch.inference_mode()
+def measure_costs(
+    target: DenseTarget,
+    proposer: Proposer,
+    cache: KeyValueCache,
+    state: SlotState,
+    choice: AttentionChoice,
+    *,
+    max_num_seqs: int,
+) -> StepCosts:
+    """Time steps of 1, 2, 4, ... requests with few, some and all drafts; takes a second or two.
+
+    The requests share the trash slot, where they overwrite each other's rows; what is computed means nothing, and the
+    slot is cleared afterwards. So it may be called between any two steps.
+
+    Args:
+        target: the model that decides.
+        proposer: what drafts.
+        cache: the target's.
+        state: of all slots.
+        choice: form of attention.
+        max_num_seqs: the largest batch; the trash slot has this index.
+    """
+    most = proposer.num_draft_tokens
+    context = max(0, min(_CONTEXT, cache.capacity - most - 1, proposer.max_positions - most - 1))
+
+    def rows_of(num_requests: int, num_rows: int) -> Rows:
+        slots, starts = [max_num_seqs] * num_requests, [context] * num_requests
+        state.restore(max_num_seqs, length=context, anchor=0, step=0)
+        device = state.device
+        return Rows(slots, torch.tensor(slots, device=device), starts, torch.tensor(starts, device=device), num_rows)
+
+    def verify(num_requests: int, num_rows: int) -> Rows:
+        rows = rows_of(num_requests, num_rows)
+        batch = StepBatch(rows, SamplingFlags.of([]), writes_context=True)
+        decode_step(target, proposer, cache, state, choice, batch).to_host()
+        return rows
+
+    def run_verify(num_requests: int, num_rows: int) -> None:
+        verify(num_requests, num_rows)
+
+    settled: dict[int, Rows] = {}
+
+    def run_draft(num_requests: int, num_drafts: int) -> None:
+        if num_requests not in settled:
+            settled.clear()
+            settled[num_requests] = verify(num_requests, 1)
+        proposer.propose(settled[num_requests], state, all_greedy=True, num_drafts=num_drafts).ids_BK.tolist()
+
+    batch_sizes = sizes_to_measure(max_num_seqs)
+    try:
+        return StepCosts(
+            verify=measure_step_costs(
+                run_verify, batch_sizes, sorted({1, 1 + (most + 1) // 2, 1 + most}), budget_s=_VERIFY_BUDGET_S
+            ),
+            draft=measure_step_costs(run_draft, batch_sizes, sorted({1, most}), budget_s=_DRAFT_BUDGET_S),
+        )
+    finally:
+        state.restore(max_num_seqs, length=0, anchor=0, step=0)
+        for planes in (cache, proposer.cache):
+            if planes is not None:
+                planes.clear_rows(max_num_seqs)

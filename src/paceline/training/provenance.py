@@ -1,0 +1,52 @@
+"""What a run came from: settings, data, target and versions, for a resume to compare and an export to state."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline import __version__
+from paceline.configuration.run import TrainRun
+from paceline.models.layers import DecoderLayer
+from paceline.models.targets.dense import DenseTarget
+from paceline.training.data import Conversations
+
+
+def file_hashes(files: Sequence[Path]) -> dict[str, str]:
+    """SHA-256 of every data file, by name."""
+    hashes = {}
+    for path in files:
+        with path.open("rb") as file:
+            hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return hashes
+
+
+def run_identity(run: TrainRun, train: Conversations, target: DenseTarget) -> dict[str, object]:
+    """What makes two attempts the same run: settings that change the numbers, data, target."""
+    settings = run.model_dump(mode="json", exclude={"output", "device", "evaluate", "checkpoint"})
+    settings["data"].pop("files")
+    settings["target"].pop("name")  # the weights below say which it is, wherever it lies
+    sections = {section: values for section, values in settings.items() if isinstance(values, dict)}
+    flat = {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
+    digest = hashlib.sha256()
+    last_layer = target.layers[-1]
+    assert isinstance(last_layer, DecoderLayer)
+    for parameter in (target.embed_tokens.weight, last_layer.mlp.down_proj.weight):
+        digest.update(parameter.detach().float().cpu().numpy().tobytes())
+    return {
+        **flat,
+        "seed": run.seed,
+        "data_sha256": train.fingerprint(),
+        "target_weights_sha256": digest.hexdigest(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computed the weights."""
+    return {name: importlib.metadata.version(name) for name in ("torch", "numpy")} | {
+        "paceline": __version__,
+        "python": platform.python_version(),
+    }

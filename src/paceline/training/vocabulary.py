@@ -1,0 +1,62 @@
+"""Which ids a drafter of few ids drafts: the most frequent ones among the tokens that it is trained to predict."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.errors import ConfigError
+from paceline.training.data import Conversations
+
+
+@dataclass(frozen=True)
+class ReducedVocabulary:
+    """Chosen ids.
+
+    Attributes:
+        target_ids_V: int64, ascending: the target id of every draft id.
+        coverage: share of the supervised tokens that are among them; the rest can never be drafted.
+    """
+
+    target_ids_V: Tensor
+    coverage: float
+
+
+def most_frequent_ids(
+    conversations: Conversations, size: int, *, vocab_size: int, always: Collection[int]
+) -> ReducedVocabulary:
+    """Count the supervised tokens and keep the most frequent ids; equal counts go to the lower id.
+
+    Data with fewer distinct ids than asked for is no problem: unseen ids, the lowest first, make up the number.
+
+    Args:
+        conversations: to be trained on.
+        size: V, how many ids.
+        vocab_size: of the target.
+        always: ids that are kept whatever their count, such as stop tokens: a drafter without them loses the last
+            block of every text.
+    """
+    counts = np.bincount(conversations.tokens[conversations.supervised], minlength=vocab_size)
+    ranks = counts.copy()
+    ranks[list(always)] = counts.sum() + 1
+    chosen = np.sort(np.argsort(-ranks, kind="stable")[:size])
+    coverage = float(counts[chosen].sum() / max(counts.sum(), 1))
+    return ReducedVocabulary(torch.from_numpy(chosen.astype(np.int64)), coverage)
+
+
+def require_coverage(vocabulary: ReducedVocabulary, wanted: float) -> None:
+    """Refuse a choice that leaves too much text without drafts.
+
+    Raises:
+        ConfigError: the coverage is below `wanted`.
+    """
+    if vocabulary.coverage < wanted:
+        raise ConfigError(
+            f"drafter.draft_vocab_size {len(vocabulary.target_ids_V)} covers {vocabulary.coverage:.1%} of the response "
+            f"tokens, less than drafter.min_vocab_coverage {wanted:.1%}",
+            hint="a larger draft_vocab_size, or none at all",
+        )

@@ -1,0 +1,89 @@
+"""From settings to a contract: what each family promises, what does not fit together, and the recipes beside them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from tests.tiny import tiny_target_contract
+from tests.tiny_run import tiny_settings
+
+from paceline.checkpoint.contract import DrafterContract, RopeSettings, TargetContract
+from paceline.checkpoint.names import drafter_slots
+from paceline.configuration.load import load_settings
+from paceline.configuration.run import TrainRun
+from paceline.training.contract import drafter_contract
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def contract(target: TargetContract | None = None, **changes: Any) -> DrafterContract:
+    drafter = {f"drafter_{key}": value for key, value in changes.items()}
+    return drafter_contract(tiny_settings(Path("run"), Path("data.npz"), **drafter), target or tiny_target_contract())
+
+
+def test_dspark_of_both_layouts() -> None:
+    found = contract(family="dspark", markov_rank=8, markov_kind="rnn", layout="anchor_sampling", block_size=7)
+    assert (found.layout, found.num_draft_tokens) == ("anchor_sampling", 7)
+    assert found.markov is not None and (found.markov.rank, found.markov.kind) == (8, "rnn")
+    assert found.confidence is not None and found.confidence.with_markov
+    found = contract(family="dspark", block_size=8, markov_rank=0)
+    assert (found.layout, found.num_draft_tokens, found.markov) == ("fill_in", 7, None)
+    assert found.confidence is not None and not found.confidence.with_markov
+    assert contract(family="dspark", confidence_head=False).confidence is None
+
+
+def test_eagle3_borrows_its_tables_unless_told_otherwise() -> None:
+    found = contract(family="eagle3", mask_token_id=None, block_size=8)
+    assert (found.layout, found.num_draft_tokens, found.layer_causal) == ("autoregressive", 7, (True,))
+    assert not (found.has_own_head or found.has_own_embedding or found.has_qk_norm or found.has_vocabulary_map)
+    assert found.eagle3 is not None and found.eagle3.norm_before_residual and not found.eagle3.norm_output
+    assert contract(family="eagle3", mask_token_id=None, own_head=True).has_own_head
+    few = contract(family="eagle3", mask_token_id=None, draft_vocab_size=64)
+    assert few.has_vocabulary_map and few.has_own_head, "the target's head scores all ids"
+    whole = contract(family="eagle3", mask_token_id=None, draft_vocab_size=512)
+    assert not (whole.has_vocabulary_map or whole.has_own_head)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"drafter_mask_token_id": None}, "mask_token_id is missing; a dflash drafter"),
+        ({"drafter_family": "eagle3"}, "mask_token_id is 3; an eagle3 drafter has no rows to fill"),
+        ({"drafter_layout": "anchor_sampling"}, "layout is 'anchor_sampling'; family 'dflash' has no such choice"),
+        ({"drafter_own_head": True}, "own_head is True"),
+        ({"drafter_family": "dspark", "drafter_draft_vocab_size": 64}, "draft_vocab_size is 64"),
+        ({"drafter_family": "dflash2", "objective_loss": {"ce": 0.1, "l1": 0.9}}, "objective.loss has l1"),
+        ({"objective_loss": {}}, "name kl, ce or l1"),
+    ],
+)
+def test_settings_that_do_not_go_together(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValidationError, match=text):
+        tiny_settings(Path("run"), Path("data.npz"), **changes)
+
+
+SMOLLM2 = tiny_target_contract(
+    num_layers=30,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_heads=9,
+    num_kv_heads=3,
+    head_size=64,
+    vocab_size=49_152,
+    rope=RopeSettings(theta=100_000.0),
+    max_position_embeddings=8192,
+)
+
+
+@pytest.mark.parametrize("recipe", sorted(EXAMPLES.glob("train_*.toml")), ids=lambda path: path.stem)
+def test_recipes_fit_their_target_and_thirty_megabytes(recipe: Path) -> None:
+    run = load_settings(TrainRun, recipe, [])
+    found = drafter_contract(run, SMOLLM2)
+    num_bytes = 2 * sum(math.prod(slot.shape) for slot in drafter_slots(found))
+    assert num_bytes < 30e6
+    if "smollm2" in recipe.stem:
+        assert found.num_draft_tokens == 7 == run.drafter.num_draft_tokens
+        assert found.target_layer_ids == (1, 8, 15, 22, 27)
