@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.ops import candidate_walk, context_kv, grouped_convolution, noise
+from paceline.ops import candidate_walk, context_kv, grouped_convolution, noise, sample_tokens, verify_block
 from paceline.ops.rotary import rotary_table
 
 Arguments = tuple[object, ...]
@@ -81,7 +81,7 @@ def make_cases(all_sizes: Sequence[Sizes], batches: Sequence[int], device: torch
     """Every operation at every size, one at a time: the largest inputs fill a good part of a small GPU."""
     for sizes in all_sizes:
         for batch in batches:
-            for make in (_convolution, _walk, _context):
+            for make in (_convolution, _walk, _context, _verification, _sampling):
                 torch.manual_seed(batch)
                 yield make(sizes, batch, device)
 
@@ -192,3 +192,48 @@ def _context(sizes: Sizes, batch: int, device: torch.device) -> Case:
 
     num_bytes = 2 * _bytes_of(kv) + _bytes_of(gain, positions, slots) + rows * head_size * 4
     return Case("write_context_kv", sizes, batch, reference, kernel, arguments, num_bytes, errors)
+
+
+def _verification(sizes: Sizes, batch: int, device: torch.device) -> Case:
+    """Sampled requests with a full q: both kernels, one read of float32 logits."""
+    num_drafts, top_k = sizes.block_rows - 1, sizes.top_k
+    logits = torch.randn(batch, num_drafts + 1, sizes.vocab_size, device=device) * 2
+    candidates = logits[:, :-1].topk(top_k, dim=-1).indices
+    log_q = torch.randn(candidates.shape, device=device).log_softmax(-1)
+    drafts = candidates.gather(2, torch.randint(top_k, (batch, num_drafts, 1), device=device)).squeeze(2)
+    temperature, keys = torch.ones(batch, device=device), torch.arange(batch, device=device)
+    arguments = (drafts, logits, candidates, log_q, temperature, keys * 7919, keys + 100, keys, "standard")
+    reference, kernel = verify_block.verify_block_reference, verify_block.verify_block_triton
+
+    def errors() -> list[tuple[float, float]]:
+        return [(_share_that_differs(reference, kernel, arguments, method), 1e-2) for method in ("standard", "block")]
+
+    num_bytes = _bytes_of(logits, drafts, candidates, log_q) + batch * 5 * 8
+    return Case("verify_block", sizes, batch, reference, kernel, arguments, num_bytes, errors)
+
+
+def _share_that_differs(
+    reference: Callable[..., object], kernel: Callable[..., object], arguments: Arguments, method: str
+) -> float:
+    """Part of the verdicts that differ: none, but for weights that tie within the rounding of a logarithm."""
+    verdicts = [run(*arguments[:-1], method) for run in (reference, kernel)]
+    differs = torch.zeros_like(verdicts[0].accepted_B, dtype=torch.bool)
+    for name in ("accepted_B", "bonus_ids_B", "fault_B", "num_zero_q_B"):
+        differs |= getattr(verdicts[0], name) != getattr(verdicts[1], name)
+    return float(differs.float().mean())
+
+
+def _sampling(sizes: Sizes, batch: int, device: torch.device) -> Case:
+    scores = torch.randn(batch, sizes.vocab_size, device=device) * 2
+    keys = torch.arange(batch, device=device)
+    arguments = (scores, torch.ones(batch, device=device), keys * 7919, keys + 100, noise.TARGET)
+    reference, kernel = sample_tokens.sample_tokens_reference, sample_tokens.sample_tokens_triton
+
+    def errors() -> list[tuple[float, float]]:
+        found = []
+        for rows in (scores, scores.bfloat16()):
+            ids = [run(rows, *arguments[1:]) for run in (reference, kernel)]
+            found.append((float((ids[0] != ids[1]).float().mean()), 1e-2))
+        return found
+
+    return Case("sample_tokens", sizes, batch, reference, kernel, arguments, _bytes_of(scores) + batch * 28, errors)

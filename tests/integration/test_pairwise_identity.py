@@ -163,7 +163,7 @@ def run(combination: Combination) -> list[tuple[Combination, RequestResult]]:
         scripts = {str(one.index): script(one, combination.drafter) for one in batch}
 
         def script_of_slot(slot: int) -> Sequence[int] | None:
-            return scripts[engine.request_in_slot(slot) or ""]
+            return scripts.get(engine.request_in_slot(slot) or "")
 
         proposer = ReplayProposer(script_of_slot, combination.num_draft_tokens)
         engine = Engine(target(), None, settings, proposer=proposer)

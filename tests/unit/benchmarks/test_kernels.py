@@ -24,7 +24,7 @@ def test_a_trial_on_the_cpu_checks_every_kernel_and_writes_rows(tmp_path: Path) 
     result = json.loads((tmp_path / "kernels.json").read_text())
     assert result["command"].startswith("python -m benchmarks.")
     operations = {(row["operation"], row["batch"]) for row in result["rows"]}
-    names = ("grouped_convolution", "candidate_walk", "write_context_kv")
+    names = ("grouped_convolution", "candidate_walk", "write_context_kv", "verify_block", "sample_tokens")
     assert operations == {(name, batch) for name in names for batch in (1, 2)}
     for row in result["rows"]:
         assert row["is_right"] and row["kernel_us"] > 0 and row["reference_us"] > 0

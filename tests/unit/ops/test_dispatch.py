@@ -97,7 +97,8 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from paceline.ops import candidate_walk, context_kv, grouped_convolution
+from paceline.ops import candidate_walk, context_kv, finalise_block, grouped_convolution
+from paceline.ops import sample_tokens, vocab_statistics
 
 def compile_for_hopper(function, pointers, sizes, constants):
     signature = {name: "*" + kind for name, kind in pointers.items()} | sizes | dict.fromkeys(constants, "constexpr")
@@ -133,6 +134,33 @@ for dtype in ("fp32", "bf16"):
             | named("eps value_scale", "fp32"),
             {"HEAD_SIZE": 80, "HALF": 40, "IS_NEOX": is_neox, "HEADS": 4, "CHANNELS": 128},
         )
+compile_for_hopper(
+    sample_tokens._sample_tokens_kernel,
+    named("scores_ptr", "bf16") | named("temperature_ptr best_ptr", "fp32")
+    | named("seed_ptr position_ptr best_id_ptr", "i64"),
+    named("vocab_size", "i32"),
+    {"DOMAIN": 0x4452_4654, "GREEDY_BELOW": 1e-5, "TILE": 2048},
+)
+for num_candidates in (0, 16):
+    compile_for_hopper(
+        vocab_statistics._vocab_statistics_kernel,
+        named("logits_ptr", "bf16" if num_candidates else "fp32")
+        | named("temperature_ptr best_ptr mass_ptr outside_mass_ptr noisy_ptr", "fp32")
+        | named("candidate_ptr seed_ptr anchor_position_ptr best_id_ptr noisy_id_ptr", "i64"),
+        named("num_rows vocab_size", "i32"),
+        {"NUM_CANDIDATES": num_candidates, "GREEDY_BELOW": 1e-5, "TILE": 2048},
+    )
+for reads_q, is_block in ((True, False), (True, True), (False, False)):
+    compile_for_hopper(
+        finalise_block._finalise_block_kernel,
+        named("logits_ptr", "fp32")
+        | named("temperature_ptr best_ptr mass_ptr outside_mass_ptr noisy_ptr log_q_ptr", "fp32")
+        | named("candidate_ptr draft_ptr seed_ptr anchor_position_ptr step_ptr", "i64")
+        | named("best_id_ptr noisy_id_ptr verdict_ptr", "i64"),
+        named("num_requests num_tiles num_candidates vocab_size", "i32"),
+        {"NUM_ROWS": 8, "GREEDY_BELOW": 1e-5, "READS_Q": reads_q, "IS_BLOCK": is_block, "ACCEPT": 0x4143_4350,
+         "TILES": 32, "CANDIDATES": 16},
+    )
 print("compiled")
 """
 

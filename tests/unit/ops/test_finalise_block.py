@@ -127,16 +127,21 @@ def test_where_q_is_most_of_p_every_part_of_the_draw_matters(
     kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few ids, nearly all of them candidates: these verdicts change with each planted fault, and the kernels' don't."""
-    block = odd_block(48, 3, 6, 5, seed=4, has_faults=False)
+    block = odd_block(48, 3, 6, 5, seed=3, has_faults=False)
     expected = by_reference(block, True, "block")
     assert by_statistics(block, True, "block") == expected
-    there = block.on(kernel_device)
-    found = verify_block_triton(there.drafts, there.logits, there.candidate_ids, there.log_q, *there.settings, "block")
-    assert as_lists(found) == expected
+    chosen = {0, 1}
     for owner, name, value in FAULTS.values():
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value)
-            assert by_statistics(block, True, "block") != expected
+            faulty = by_statistics(block, True, "block")
+        changed = [b for b in range(48) if faulty[b] != expected[b]]
+        assert changed
+        chosen.add(changed[0])
+        chosen.add(changed[-1])
+    some = Block(*(tensor[sorted(chosen)].to(kernel_device) for tensor in block))
+    found = verify_block_triton(some.drafts, some.logits, some.candidate_ids, some.log_q, *some.settings, "block")
+    assert as_lists(found) == [expected[b] for b in sorted(chosen)]
 
 
 def _without_pi(*arguments: Tensor) -> tuple[Tensor, Tensor]:

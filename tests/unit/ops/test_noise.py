@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.ops import noise
+from paceline.ops.dispatch import kernel, tl
 
 # seed, position, token, hash32, uniform, Gumbel; from the specification of the random streams.
 VECTORS = [
@@ -17,6 +18,15 @@ VECTORS = [
     (1234, 17 + 2**30, 5, 0xEC8EFFF1, 0.9240570, -0.946926),
     (1234 ^ (3 << 32), 17 + 2**30, 5, 0xB6EC8093, 0.7145463, -0.226080),
     (-1, 100, 151935, 0xB70EB7EB, 0.7150683, -0.227539),
+]
+# The same keys in the specification's 64-bit stream: a second word from another domain, and the other tail.
+WIDE_DOMAIN = 0x9E3779B9
+WIDE_VECTORS = [
+    (0.8224311700, 1.632244),
+    (0.8756947659, 2.019380),
+    (0.6567862408, 0.866557),
+    (0.2069671323, -0.454379),
+    (0.7258127503, 1.137988),
 ]
 
 
@@ -47,6 +57,15 @@ def test_vectors(seed: int, position: int, token: int, word: int, uniform: float
     assert noise.uniform_from_hash(hashed).dtype is torch.float32
     assert noise.uniform_from_hash(hashed).item() == pytest.approx(uniform, abs=1e-7)
     assert noise.gumbel_from_hash(hashed).item() == pytest.approx(gumbel, abs=1e-6)
+
+
+@pytest.mark.parametrize(("key", "wide"), list(zip(VECTORS, WIDE_VECTORS, strict=True)))
+def test_vectors_of_the_64_bit_stream(key: tuple[int, int, int, int, float, float], wide: tuple[float, float]) -> None:
+    """Nothing here draws from it; it pins down the hash in a second domain."""
+    high, low = (noise.hash32(*tensors(*key[:3]), domain).item() for domain in (WIDE_DOMAIN, 0))
+    uniform = (((high << 32 | low) >> 11) + 0.5) * 2.0**-53
+    assert uniform == pytest.approx(wide[0], abs=1e-10)
+    assert -math.log(-math.log(uniform)) == pytest.approx(wide[1], abs=1e-6)
 
 
 def test_the_reference_of_this_test_knows_a_published_vector() -> None:
@@ -89,6 +108,10 @@ def test_gumbel_range_has_the_long_tail_where_it_wins() -> None:
     gumbel = noise.gumbel_from_hash(torch.tensor([0, 2**32 - 1]))
     assert gumbel[0].item() == pytest.approx(22.874, abs=1e-3)
     assert gumbel[1].item() == pytest.approx(-2.812, abs=1e-3)
+    # The usual form ends where float32 ends below 1: a token 17 nats down could never win.
+    usual = -torch.log(-torch.log(noise.uniform_from_hash(torch.tensor([0, 2**32 - 1]))))
+    assert usual.max().item() == pytest.approx(16.636, abs=1e-3)
+    assert gumbel.isfinite().all()  # no word gives an infinite value, which would win or lose against everything
 
 
 @given(word=st.integers(0, 2**32 - 1))
@@ -119,6 +142,27 @@ def test_noise_is_gumbel_distributed_over_positions() -> None:
     assert chi_square == pytest.approx(2.59, abs=0.02)  # the figure of the specification, same seed and positions
 
 
+def test_streams_of_target_and_draft_do_not_know_each_other() -> None:
+    position_R = torch.arange(1_000_000)
+    seed_R = torch.full_like(position_R, 7)
+    target, salted = (noise.gumbel_noise(seed_R, position_R + salt, 4, domain=0).flatten() for salt in (0, 2**30))
+    assert abs(torch.corrcoef(torch.stack([target, salted]).double())[0, 1].item()) < 5e-4
+    assert torch.corrcoef(torch.stack([target, target]).double())[0, 1].item() > 0.99  # one stream for both is found
+
+
+@pytest.mark.parametrize("domain", [noise.TARGET, noise.DRAFT])
+def test_acceptance_uniforms_do_not_know_the_rank_of_the_draft(domain: int) -> None:
+    """u beside the noise of the token that won: independent in the domain ACCEPT, tied where u is a draft's word."""
+    position_R = torch.arange(200_000)
+    seed_R = torch.full_like(position_R, 11)
+    gumbel_RV = noise.gumbel_noise(seed_R, position_R, 8, domain=domain)
+    for source, is_independent in ((noise.ACCEPT, True), (domain, False)):
+        uniform_R = noise.uniform_from_hash(noise.hash32(seed_R, position_R, torch.zeros_like(position_R), source))
+        rank_R = (gumbel_RV > gumbel_RV[:, :1]).sum(-1)
+        correlation = torch.corrcoef(torch.stack([uniform_R, rank_R]).double())[0, 1].item()
+        assert (abs(correlation) < 5 / math.sqrt(len(position_R))) == is_independent
+
+
 @pytest.mark.parametrize("pair", [("TARGET", "DRAFT"), ("TARGET", "ACCEPT"), ("DRAFT", "ACCEPT")])
 def test_domains_are_separate_streams(pair: tuple[str, str]) -> None:
     position_R = torch.arange(200_000)
@@ -132,3 +176,37 @@ def test_a_step_index_changes_the_draw_and_step_zero_does_not() -> None:
     seed = torch.tensor([99, 99])
     assert noise.mix_step(seed, torch.tensor([0, 3])).tolist() == [99, 99 ^ (3 << 32)]
     assert noise.mix_step(torch.tensor([-1]), torch.tensor([1])).item() == -1 ^ (1 << 32)
+
+
+@kernel
+def _noise_kernel(
+    seed_ptr: tl.tensor,
+    position_ptr: tl.tensor,
+    token_ptr: tl.tensor,
+    uniform_ptr: tl.tensor,
+    gumbel_ptr: tl.tensor,
+    DOMAIN: tl.constexpr,
+    TOKENS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    tokens = tl.load(token_ptr + tl.arange(0, TOKENS))
+    state = noise.key_state(tl.load(seed_ptr + row), tl.load(position_ptr + row), DOMAIN)
+    at = row * TOKENS + tl.arange(0, TOKENS)
+    tl.store(uniform_ptr + at, noise.uniform_of_token(state, tokens))
+    tl.store(gumbel_ptr + at, noise.gumbel_of_token(state, tokens))
+
+
+@pytest.mark.parametrize("domain", [noise.TARGET, noise.ACCEPT, noise.DRAFT])
+def test_kernels_draw_the_same_numbers(domain: int, kernel_device: torch.device) -> None:
+    """Uniforms to the bit, so the words are equal; Gumbel values up to the rounding of two logarithms."""
+    generator = torch.Generator().manual_seed(domain)
+    seed_R = torch.tensor([0, 1234, 1234 ^ (3 << 32), -1, -(2**63), 2**63 - 1])
+    position_R = torch.tensor([0, 17, 17 + 2**30, 100, 2**32 - 1, 2**31])
+    token_V = torch.randint(2**31, (1024,), generator=generator)
+    token_V[:6] = torch.tensor([0, 5, 151935, 2**31 - 1, 1, 2])
+    uniform_RV, gumbel_RV = (torch.empty(6, 1024, device=kernel_device) for _ in range(2))
+    keys = (t.to(kernel_device) for t in (seed_R, position_R, token_V))
+    _noise_kernel[(6,)](*keys, uniform_RV, gumbel_RV, DOMAIN=domain, TOKENS=1024)
+    word_RV = noise.hash32(seed_R.unsqueeze(1), position_R.unsqueeze(1), token_V, domain)
+    assert torch.equal(uniform_RV.cpu(), noise.uniform_from_hash(word_RV))
+    torch.testing.assert_close(gumbel_RV.cpu(), noise.gumbel_from_hash(word_RV), rtol=0, atol=4e-6)

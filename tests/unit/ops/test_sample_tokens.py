@@ -7,7 +7,14 @@ import torch
 
 from paceline.errors import ShapeError
 from paceline.ops import noise
-from paceline.ops.sample_tokens import NO_TOKEN, row_is_bad, sample_tokens
+from paceline.ops import sample_tokens as module
+from paceline.ops.sample_tokens import (
+    NO_TOKEN,
+    row_is_bad,
+    sample_tokens,
+    sample_tokens_reference,
+    sample_tokens_triton,
+)
 
 P = torch.tensor([0.5, 0.3, 0.15, 0.05])
 
@@ -101,3 +108,43 @@ def test_no_id_comes_from_a_bad_row_and_neighbours_keep_theirs(
 def test_settings_need_one_entry_per_row() -> None:
     with pytest.raises(ShapeError, match=r"seed has shape \[1\], expected \[2\]"):
         draw(torch.zeros(2, 4), seed=[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(6, 41), (9, 16), (7, 7), (5, 33)])
+def test_the_kernel_draws_as_the_reference_does(
+    num_rows: int,
+    vocab_size: int,
+    is_tied: bool,
+    dtype: torch.dtype,
+    kernel_device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ids are equal: none of these seeds has noisy scores within the rounding of a logarithm."""
+    monkeypatch.setattr(module, "_TILE", 16)
+    generator = torch.Generator().manual_seed(vocab_size)
+    scores = torch.randn(num_rows, vocab_size, generator=generator) * 2
+    scores = (scores.round() if is_tied else scores).to(dtype)
+    scores[0, vocab_size // 2 :] = -math.inf
+    scores[1, 3], scores[2, vocab_size - 1], scores[3] = math.nan, math.inf, -math.inf
+    temperature = torch.ones(num_rows)
+    temperature[1::2] = 0.0
+    seed = torch.randint(-(2**62), 2**62, (num_rows,), generator=generator)
+    position = torch.randint(2**32, (num_rows,), generator=generator)
+    for domain in (noise.TARGET, noise.DRAFT):
+        expected = sample_tokens_reference(scores, temperature, seed, position, domain)
+        arguments = (t.to(kernel_device) for t in (scores, temperature, seed, position))
+        assert sample_tokens_triton(*arguments, domain).tolist() == expected.tolist()
+    assert expected.tolist()[1:4] == [NO_TOKEN] * 3 and (expected[4:] >= 0).all()
+
+
+def test_the_kernel_gives_ties_across_tiles_to_the_lowest_id(
+    kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_TILE", 16)
+    scores = torch.zeros(2, 50)
+    scores[0, [15, 16, 40]] = scores[1, [16, 31, 32]] = 3.0
+    zeros = torch.zeros(2, dtype=torch.long)
+    arguments = (t.to(kernel_device) for t in (scores, torch.zeros(2), zeros, zeros))
+    assert sample_tokens_triton(*arguments, noise.TARGET).tolist() == [15, 16]
