@@ -171,10 +171,11 @@ def engine_mode(target: LoadedTarget, drafter: LoadedDrafter | None, sampling: S
     from paceline.engine.engine import Engine, EngineSettings
 
     engine = Engine(target, drafter, EngineSettings(max_num_seqs=1))
-    return lambda prompt: _run_engine(engine, prompt, sampling)
+    return lambda prompt: run_engine(engine, prompt, sampling)
 
 
-def _run_engine(engine: Engine, prompt: Sequence[int], sampling: SamplingParameters) -> TimedRun:
+def run_engine(engine: Engine, prompt: Sequence[int], sampling: SamplingParameters) -> TimedRun:
+    """Run one prompt alone and time its decoding."""
     result = engine.generate([prompt], sampling)[0]
     trace = result.trace
     return TimedRun(

@@ -6,7 +6,8 @@ the drafts are drawn.
 
 With c_i the chance that draft i is kept if those before it are, n drafts give tau(n) = 1 + c_0 + c_0 c_1 + ... tokens
 per request, and n is the number with the largest tau(n) / cost(requests, n), from 0 to K. At 0 nothing is drafted, and
-now and then a probe finds out whether it would pay again.
+now and then a probe finds out whether it would pay again. Where several probes in a row did not, not even the context
+is worth its time: running requests go on without, and from time to time a new one is drafted for again.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _PROBE_MEMORY = 0.7  # probes are rare, and the last few have to be enough to co
 _PROBE_SHARE = 0.02  # of the time, at most, goes into probing
 _MIN_PROBE_INTERVAL = 16
 _MAX_BACKOFF = 4
+_PROBES_TO_GIVE_UP = 3
 
 
 def checked_draft_length(value: object) -> DraftLengthMode:
@@ -104,9 +106,24 @@ class DraftLengthController:
         self._num_requests = 1
         self._backoff = 1
         self._steps_to_probe = 0
+        self._num_unpaid = 0  # probes since one paid
         self.num_drafts = num_draft_tokens
         self.num_switched_off = 0
         self.num_probes = 0
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether running requests may lose their context; a step for them is then a plain one."""
+        return self._num_unpaid >= _PROBES_TO_GIVE_UP
+
+    @property
+    def wants_another_request(self) -> bool:
+        """Whether a new request should be drafted for; always, unless it was given up and the next probe is not due."""
+        return not self.has_given_up or self._steps_to_probe <= 1
+
+    def skip_step(self) -> None:
+        """Count a step in which nobody could be drafted for."""
+        self._steps_to_probe -= 1
 
     def next_num_drafts(self, num_requests: int) -> int:
         """Drafts per request for the next block of a step with that many requests; call it once per block."""
@@ -114,7 +131,7 @@ class DraftLengthController:
         was_off = self.num_drafts == 0
         self.num_drafts = self._best(num_requests)
         if self.num_drafts > 0:
-            self._backoff = 1
+            self._backoff, self._num_unpaid = 1, 0
             return self.num_drafts
         if not was_off:
             self.num_switched_off += 1
@@ -123,6 +140,7 @@ class DraftLengthController:
         if self._steps_to_probe > 0:
             return 0
         self.num_probes += 1
+        self._num_unpaid += 1
         self._backoff = min(2 * self._backoff, _MAX_BACKOFF)
         self._steps_to_probe = self._backoff * self._probe_interval()
         return self._num_draft_tokens
@@ -139,7 +157,7 @@ class DraftLengthController:
             return
         self._rates.observe(num_judged, num_accepted, _PROBE_MEMORY if self.num_drafts == 0 else _MEMORY)
         if self.num_drafts == 0 and 1 + num_accepted > self._cost_ratio():
-            self._backoff, self._steps_to_probe = 1, 0  # that one paid, so the next may
+            self._backoff, self._steps_to_probe, self._num_unpaid = 1, 0, 0  # that one paid, so the next may
 
     def thresholds(self, num_requests: int, num_drafts: int) -> list[float]:
         """The survival from which on each of the drawn drafts is worth verifying.

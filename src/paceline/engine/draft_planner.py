@@ -38,6 +38,11 @@ class DraftPlanner:
             self.controller = DraftLengthController(self.num_draft_tokens, self._measure())
         return self.controller
 
+    @property
+    def has_given_up(self) -> bool:
+        """Whether running requests in "adaptive" mode may lose their context."""
+        return self.controller is not None and self.controller.has_given_up
+
     def plan(self, modes: Sequence[DraftLengthMode], teaches: Sequence[bool], *, num_requests: int) -> DraftPlan:
         """Settle the next blocks of some requests.
 
@@ -51,6 +56,8 @@ class DraftPlanner:
             limit = self._schedule.num_drafts(num_requests)
         wanted = {"off": 0, "fixed": limit, "adaptive": 0}
         thresholds: tuple[float, ...] | None = None
+        if self.has_given_up and "adaptive" not in modes:
+            self.prepare().skip_step()
         if "adaptive" in modes:
             controller = self.prepare()
             wanted["adaptive"] = count = min(limit, controller.next_num_drafts(num_requests))

@@ -19,6 +19,7 @@ from paceline.engine.attends import AttentionChoice
 from paceline.engine.cache import KeyValueCache
 from paceline.engine.counters import Counters, EngineStats
 from paceline.engine.draft_budget import DraftSchedule
+from paceline.engine.draft_length import DraftLengthController
 from paceline.engine.draft_planner import DraftPlanner
 from paceline.engine.draft_stopper import DraftPlan, DraftStopper
 from paceline.engine.grammar_step import grammar_masks
@@ -381,15 +382,15 @@ class Engine:
             request.draft_length = request.sampling.draft_length or self.settings.draft_length
             request.is_drafted = self._proposer is not None and request.draft_length != "off"
             if request.is_drafted and request.draft_length == "adaptive":
-                self._prepare_adapting()
+                request.is_drafted = self._prepare_adapting().wants_another_request
             request.admitted_s = time.perf_counter()
             self._stop_drafting_beyond(request, len(request.prompt_ids))
             self._running.append(self._waiting.popleft())
 
-    def _prepare_adapting(self) -> None:
-        self._planner.prepare()
+    def _prepare_adapting(self) -> DraftLengthController:
         if self._stopper is None:
             self._stopper = DraftStopper(self.settings.max_num_seqs, self._planner.num_draft_tokens, self._state.device)
+        return self._planner.prepare()
 
     def _prefill(self) -> list[RequestDelta]:
         deltas: list[RequestDelta] = []
@@ -457,6 +458,10 @@ class Engine:
             elif step.fault == NOT_A_NUMBER:
                 request.has_bad_numbers = True  # it ended within its block, but the rows behind may hold anything
             deltas.append(self._passed_on(request, delta))
+        if self._planner.has_given_up:
+            for request in requests:
+                if request.draft_length == "adaptive" and request.num_waiting == 0:
+                    request.is_drafted = False
         return deltas
 
     def _batch(self, requests: list[RunningRequest]) -> StepBatch:

@@ -57,11 +57,14 @@ class StepCostTable:
             num_requests: CostCurve({rows: ms for (batch, rows), ms in measured.items() if batch == num_requests})
             for num_requests in self._batch_sizes
         }
+        self._known: dict[tuple[int, int], float] = {}  # asked for many times in every step
 
     def cost_ms(self, num_requests: int, num_rows: int) -> float:
         """Cost in ms, interpolated; beyond what was measured it goes on as between the last two sizes."""
-        by_batch = {batch: curve.ms(num_rows) for batch, curve in self._curves.items()}
-        return CostCurve(by_batch).ms(num_requests)
+        if (num_requests, num_rows) not in self._known:
+            by_batch = {batch: curve.ms(num_rows) for batch, curve in self._curves.items()}
+            self._known[num_requests, num_rows] = CostCurve(by_batch).ms(num_requests)
+        return self._known[num_requests, num_rows]
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,35 @@ def test_it_comes_back_when_drafts_get_good_again() -> None:
     assert later.index(7) < 400
 
 
+def test_it_gives_up_after_three_probes_and_tries_new_requests_after_that() -> None:
+    controller = DraftLengthController(7, LinearCosts(1.0, 1.0))
+    while controller.num_probes < 3:
+        assert not controller.has_given_up
+        assert controller.wants_another_request
+        controller.observe(controller.next_num_drafts(1), 0)
+    assert controller.has_given_up
+    assert not controller.wants_another_request
+    num_skipped = 0
+    while not controller.wants_another_request:
+        controller.skip_step()
+        num_skipped += 1
+    assert 100 < num_skipped < 1000
+    assert controller.next_num_drafts(1) == 7  # its first block is a probe
+    controller.observe(7, 0)
+    assert controller.has_given_up
+    controller.observe(7, 7)
+    assert not controller.has_given_up
+
+
+def test_one_probe_that_pays_in_time_keeps_it_from_giving_up() -> None:
+    controller = DraftLengthController(7, LinearCosts(1.0, 1.0))
+    run(controller, 0.0, 40, random.Random(0))
+    for _ in range(2000):
+        if controller.next_num_drafts(1) == 7:
+            controller.observe(7, 6 if controller.num_probes % 3 == 0 else 0)
+        assert not controller.has_given_up
+
+
 def test_without_probes_it_never_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DraftLengthController, "_probe_interval", lambda _self: 10**9)
     controller = DraftLengthController(7, LinearCosts(1.0, 1.0))

@@ -16,6 +16,7 @@ from paceline.engine import engine as engine_module
 from paceline.engine.canary import ReplayProposer
 from paceline.engine.draft_stopper import DraftStopper
 from paceline.engine.engine import Engine, EngineSettings
+from paceline.engine.proposal import BlockProposer
 from paceline.engine.request import RequestResult, SamplingParameters
 from paceline.engine.step import StepOutput
 from paceline.engine.step_cost import StepCosts, StepCostTable
@@ -116,6 +117,49 @@ def test_an_untrained_drafter_ends_near_none_and_costs_next_to_nothing(monkeypat
     fixed = Engine(target, drafter, EngineSettings(max_num_seqs=1))
     assert fixed.generate(tiny_prompts([4]), sampling)[0].token_ids == result.token_ids
     assert fixed.stats().num_probes == 0
+
+
+def test_a_useless_drafter_costs_nothing_once_it_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No taps, no context, no blocks; only now and then a new request starts with a block."""
+    made_up(monkeypatch, row_ms=0.1, draft_ms=0.1)
+    target, drafter = loaded()
+    engine = Engine(target, drafter, EngineSettings(draft_length="adaptive", max_num_seqs=2))
+    prompts = tiny_prompts([4] * 12)
+    engine.generate(prompts[:2], with_mode(None, max_tokens=200))
+    assert engine._planner.has_given_up
+    written: list[int] = []
+    write = BlockProposer.write_context
+    monkeypatch.setattr(BlockProposer, "write_context", lambda *args: written.append(args[1].num_rows) or write(*args))
+    results = engine.generate(prompts, GREEDY)
+    num_steps = sum(len(result.trace.records) for result in results)
+    assert len(written) < 0.1 * num_steps
+    assert len(written) == 0 or 8 in written  # a block was judged with its context
+    assert texts(results) == texts(Engine(target).generate(prompts, GREEDY))
+
+
+def test_a_given_up_drafter_is_found_good_by_a_new_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_up(monkeypatch, row_ms=0.1, draft_ms=0.1)
+    target, _ = loaded()
+    (prompt,) = tiny_prompts([4])
+    right = (*prompt, *Engine(target).generate([prompt], GREEDY)[0].token_ids)
+    wrong = tuple((token + 1) % 512 for token in right)
+    scripts = [wrong]
+    engine = Engine(
+        target,
+        None,
+        EngineSettings(draft_length="adaptive", max_num_seqs=1),
+        proposer=ReplayProposer(lambda _slot: scripts[-1], 7),
+    )
+    for _ in range(8):
+        engine.generate([prompt], GREEDY)
+    assert engine._planner.has_given_up
+    scripts.append(right)
+    lengths: list[int] = []
+    for _ in range(12):
+        (result,) = engine.generate([prompt], GREEDY)
+        lengths += [record.num_draft_tokens for record in result.trace.records]
+    assert lengths[-2] == 7
+    assert engine.stats().num_drafts == 7
 
 
 def test_perfect_drafts_are_drawn_in_full_and_a_flawed_text_costs_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from tests.unit.models.conftest import drafter_contract
 
@@ -9,6 +11,7 @@ from paceline.checkpoint.contract import DraftSampleMethod
 from paceline.models.drafters.draw import draw_rows
 from paceline.models.drafters.proposal import DraftSampling
 from paceline.models.drafters.vocabulary import DraftVocabulary
+from paceline.ops.sample_tokens import sample_tokens
 
 
 def make_sampling(method: DraftSampleMethod, temperatures: list[float]) -> DraftSampling:
@@ -50,3 +53,28 @@ def test_noise_follows_the_place_in_the_block() -> None:
     whole = draw_rows(scores, sampling, vocabulary).ids_BK
     for k in range(4):
         assert torch.equal(draw_rows(scores[:, k : k + 1], sampling, vocabulary, first=k).ids_BK[:, 0], whole[:, k])
+
+
+def test_coupled_draws_are_the_targets_own_where_both_agree() -> None:
+    """Same scores, same noise, same positions: what plain decoding would emit, whatever the step."""
+    vocabulary = DraftVocabulary(drafter_contract())
+    scores = torch.randn(40, 3, 20, generator=torch.Generator().manual_seed(5)) * 2
+    apart = make_sampling("probabilistic", [0.8] * 40)
+    coupled = dataclasses.replace(apart, is_coupled=True, step_B=torch.arange(40))
+    target = torch.stack(
+        [
+            sample_tokens(
+                scores[:, k] / apart.temperature_B[:, None],
+                temperature_R=apart.temperature_B,
+                seed_R=apart.seed_B,
+                position_R=apart.position_B + k,
+            )
+            for k in range(3)
+        ],
+        dim=1,
+    )
+    drawn = draw_rows(scores, coupled, vocabulary)
+    assert torch.equal(drawn.ids_BK, target)
+    later = draw_rows(scores[:, 1:], coupled, vocabulary, first=1)
+    assert torch.equal(later.ids_BK, target[:, 1:])
+    assert not torch.equal(draw_rows(scores, apart, vocabulary).ids_BK, target)
