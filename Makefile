@@ -38,7 +38,7 @@ demo: $(READY) ## generate with the shipped drafter, beside plain decoding, and 
 		--max-tokens 128 --compare --trace --linear-mode row_invariant
 
 test: $(READY) ## run the tests that need no GPU and no network
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto $(ARGS)
 
 lint: $(READY) ## check style, imports between layers, and spelling
 	$(BIN)/ruff check .

@@ -207,6 +207,7 @@ class _ProgressLine:
 def _report(run: EvaluateRun, models: Models, results: Sequence[SetAcceptance]) -> dict[str, object]:
     from paceline import __version__
     from paceline.evaluation.prompts import file_sha256
+    from paceline.ops.acceptance import is_lossless
 
     assert models.drafter is not None  # EvaluateRun requires one
     return {
@@ -214,6 +215,8 @@ def _report(run: EvaluateRun, models: Models, results: Sequence[SetAcceptance]) 
         "drafter": models.drafter.contract.origin,
         "settings": run.model_dump(mode="json"),
         "version": __version__,
+        "verify_method": run.verify_method,
+        "lossless": is_lossless(run.verify_method),
         "sets": [
             {**result.to_dict(), "temperature": run.temperature, "file": str(path), "sha256": file_sha256(path)}
             for result, path in zip(results, run.prompts, strict=True)
@@ -239,6 +242,8 @@ def _write(output: Path, report: dict[str, object], results: Sequence[SetAccepta
                 "token_ids": list(answer.result.token_ids),
                 "text": answer.result.text,
                 "finish_reason": answer.result.finish_reason,
+                "verify_method": answer.result.verify_method,
+                "lossless": answer.result.is_lossless,
                 "accepted": [record.num_accepted for record in answer.result.trace.records],
                 "proposed": [record.num_draft_tokens for record in answer.result.trace.records],
             }

@@ -9,6 +9,8 @@ from typing import Protocol
 from paceline.engine.sampling import SamplingParameters
 from paceline.errors import RequestError
 
+MAX_BAD_WORD_TOKENS = 64  # every slot has room for the longest word there was, as often as for the most words
+
 
 class TextEncoder(Protocol):
     """The part of a tokenizer that admission needs."""
@@ -66,7 +68,7 @@ def token_limits(
         target_stop_ids: the target's own stop ids.
 
     Raises:
-        RequestError: an id is not in the vocabulary, or a bad word has no tokens.
+        RequestError: an id is not in the vocabulary, or a bad word has no tokens or more than 64.
     """
     for name, ids in (
         ("stop_token_ids", sampling.stop_token_ids),
@@ -96,6 +98,10 @@ def _bad_word_ids(words: Sequence[str], tokenizer: TextEncoder, vocab_size: int)
             ids = tuple(tokenizer.encode(text))
             if not ids:
                 raise RequestError(f"the bad word {word!r} has no tokens in this vocabulary")
+            if len(ids) > MAX_BAD_WORD_TOKENS:
+                raise RequestError(
+                    f"a bad word has {len(ids)} tokens, at most {MAX_BAD_WORD_TOKENS} are possible: {word[:40]!r}..."
+                )
             if max(ids) < vocab_size:  # a tokenizer may know more ids than the model has rows; those never come
                 found[ids] = None
     return tuple(found)

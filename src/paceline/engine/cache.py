@@ -53,7 +53,7 @@ class KeyValueCache:
             ) from error
         self.capacity = capacity
         self._layers: list[tuple[Tensor, Tensor]] = [(plane[0], plane[1]) for plane in self.planes]
-        # Made once, as a batch of one: a decode step on a CPU spends a tenth of its time on making views.
+        # Made once, each as the batch of one that attention takes: a decode step on a CPU feels every view it makes.
         self._slots = [list(zip(keys.split(1), values.split(1), strict=True)) for keys, values in self._layers]
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.engine.draft_planner import DraftPlanner
 from paceline.models.layers import LinearMode
 from paceline.trace.step import StepRecord
 
@@ -90,3 +91,47 @@ class Counters:
             self.drafted_per_position[position] += 1
         for position in range(record.num_accepted):
             self.accepted_per_position[position] += 1
+
+    def snapshot(
+        self,
+        planner: DraftPlanner,
+        *,
+        num_running: int,
+        num_waiting: int,
+        num_free_slots: int,
+        target_cache_bytes: int,
+        drafter_cache_bytes: int,
+        linear_mode: LinearMode,
+        method: str,
+    ) -> EngineStats:
+        """Put the totals beside what the engine knows of the moment; arguments as in `EngineStats`."""
+        controller = planner.controller
+        return EngineStats(
+            num_steps=self.num_steps,
+            num_request_steps=self.num_request_steps,
+            num_draft_tokens=sum(self.drafted_per_position),
+            num_accepted=sum(self.accepted_per_position),
+            drafted_per_position=tuple(self.drafted_per_position),
+            accepted_per_position=tuple(self.accepted_per_position),
+            num_prefill_tokens=self.num_prefill_tokens,
+            num_output_tokens=self.num_output_tokens,
+            num_finished=self.num_finished,
+            num_aborted=self.num_aborted,
+            num_numeric_errors=self.num_numeric_errors,
+            num_dead_ends=self.num_dead_ends,
+            num_undrafted=self.num_undrafted,
+            num_impossible_drafts=self.num_impossible_drafts,
+            num_spoiled_blocks=self.num_spoiled_blocks,
+            num_drafts=controller.num_drafts if controller is not None else planner.num_draft_tokens,
+            num_switched_off=controller.num_switched_off if controller is not None else 0,
+            num_probes=controller.num_probes if controller is not None else 0,
+            num_held_back=self.num_held_back,
+            num_running=num_running,
+            num_waiting=num_waiting,
+            num_free_slots=num_free_slots,
+            target_cache_bytes=target_cache_bytes,
+            drafter_cache_bytes=drafter_cache_bytes,
+            linear_mode=linear_mode,
+            method=method,
+            mean_step_ms=self.total_step_ms / max(1, self.num_steps),
+        )

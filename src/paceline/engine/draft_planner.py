@@ -43,6 +43,10 @@ class DraftPlanner:
         """Whether running requests in "adaptive" mode may lose their context."""
         return self.controller is not None and self.controller.has_given_up
 
+    def limit(self, num_requests: int) -> int:
+        """Most drafts per request that a step of so many requests verifies."""
+        return self.num_draft_tokens if self._schedule is None else self._schedule.num_drafts(num_requests)
+
     def plan(self, modes: Sequence[DraftLengthMode], teaches: Sequence[bool], *, num_requests: int) -> DraftPlan:
         """Settle the next blocks of some requests.
 
@@ -51,16 +55,15 @@ class DraftPlanner:
             teaches: each request's, see `DraftPlan`.
             num_requests: of the step that will verify them.
         """
-        limit = self.num_draft_tokens
-        if self._schedule is not None:
-            limit = self._schedule.num_drafts(num_requests)
+        limit = self.limit(num_requests)
         wanted = {"off": 0, "fixed": limit, "adaptive": 0}
         thresholds: tuple[float, ...] | None = None
         if self.has_given_up and "adaptive" not in modes:
             self.prepare().skip_step()
         if "adaptive" in modes:
             controller = self.prepare()
-            wanted["adaptive"] = count = min(limit, controller.next_num_drafts(num_requests))
+            # Not asked where the schedule allows nothing: a probe that is never drawn finds out nothing.
+            wanted["adaptive"] = count = min(limit, controller.next_num_drafts(num_requests)) if limit > 0 else 0
             self._num_blocks += 1
             is_trial = controller.num_drafts == 0 or self._num_blocks % _BLOCKS_PER_TRIAL == 0
             if count > 0 and not is_trial:

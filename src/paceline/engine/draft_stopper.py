@@ -8,7 +8,9 @@ S slots plus one trash row, B requests, K draft tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +43,38 @@ class DraftPlan:
         """Drafts that the batch as a whole draws."""
         return max(self.num_drafts, default=0)
 
+    def on(self, device: torch.device) -> DevicePlan:
+        """Copy it to a device. A copy waits for whatever was queued there, so it has to come before a step's work."""
+
+        def copied(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        return DevicePlan(
+            self.most,
+            copied(self.num_drafts, torch.int64) if min(self.num_drafts, default=0) < self.most else None,
+            None if self.thresholds is None else copied(self.thresholds, torch.float64),
+            copied(self.is_adaptive, torch.bool),
+            copied(self.teaches, torch.bool),
+        )
+
+
+class DevicePlan(NamedTuple):
+    """A `DraftPlan` where its step reads it.
+
+    Attributes:
+        most: drafts that the batch as a whole draws.
+        num_drafts_B: int64; None where all requests get the most.
+        thresholds_K: float64; None holds nothing back.
+        is_adaptive_B: bool.
+        teaches_B: bool.
+    """
+
+    most: int
+    num_drafts_B: Tensor | None
+    thresholds_K: Tensor | None
+    is_adaptive_B: Tensor
+    teaches_B: Tensor
+
 
 class DraftStopper:
     """What is known of waiting drafts' chances, and the estimator that learns from what becomes of them.
@@ -57,7 +91,7 @@ class DraftStopper:
         self._features = torch.zeros(num_slots + 1, num_draft_tokens, device=device)
         self._has_features = torch.zeros(num_slots + 1, dtype=torch.bool, device=device)
 
-    def observe(self, slots_B: Tensor, draft_ids_BK: Tensor, accepted_B: Tensor, plan: DraftPlan) -> None:
+    def observe(self, slots_B: Tensor, draft_ids_BK: Tensor, accepted_B: Tensor, plan: DevicePlan) -> None:
         """Learn from a step's verification; has to come before `hold_back` of the next blocks.
 
         Args:
@@ -68,11 +102,11 @@ class DraftStopper:
         """
         if self.estimator is None or draft_ids_BK.shape[1] == 0:
             return
-        counts_B = self._has_features[slots_B] & torch.tensor(plan.teaches, device=slots_B.device)
+        counts_B = self._has_features[slots_B] & plan.teaches_B
         judged_B = count_drafts(draft_ids_BK) * counts_B
         self.estimator.observe(self._features[slots_B, : draft_ids_BK.shape[1]], judged_B, accepted_B)
 
-    def hold_back(self, slots_B: Tensor, proposal: Proposal, plan: DraftPlan) -> Proposal:
+    def hold_back(self, slots_B: Tensor, proposal: Proposal, plan: DevicePlan) -> Proposal:
         """Take out drafts that are not worth a row; with nothing known of the rows, none are.
 
         Args:
@@ -92,12 +126,10 @@ class DraftStopper:
                 has_confidence_head=proposal.confidence_BK is not None,
                 device=features_BK.device,
             )
-        if plan.thresholds is None:
+        if plan.thresholds_K is None:
             return proposal
-        thresholds_K = torch.tensor(plan.thresholds[:num_drafts], dtype=torch.float64, device=features_BK.device)
-        is_adaptive_B = torch.tensor(plan.is_adaptive, device=features_BK.device)
-        usable_B = usable_prefix(self.estimator.confidence(features_BK), thresholds_K)
-        return first_drafts(proposal, torch.where(is_adaptive_B, usable_B, num_drafts))
+        usable_B = usable_prefix(self.estimator.confidence(features_BK), plan.thresholds_K[:num_drafts])
+        return first_drafts(proposal, torch.where(plan.is_adaptive_B, usable_B, num_drafts))
 
 
 def first_drafts(proposal: Proposal, num_drafts_B: Tensor) -> Proposal:

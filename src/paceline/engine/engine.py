@@ -1,7 +1,9 @@
 """The engine: requests in, deltas out, one device. Admission is first come first served into free slots.
 
 One call of `step` runs prompt chunks up to `prefill_chunk_size` tokens, then one decode step of every request whose
-prompt is done. An engine belongs to one thread; call `abort` between steps.
+prompt is done. Before either, what the next blocks may hold is planned and grammars are asked for their masks; behind
+it, tokens are handed to their requests and what became of the drafts to the planner. An engine belongs to one thread;
+call `abort` between steps.
 """
 
 from __future__ import annotations
@@ -9,30 +11,31 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from paceline.engine.attends import AttentionChoice
+from paceline.engine.batching import next_chunk, step_batch
 from paceline.engine.cache import KeyValueCache
 from paceline.engine.counters import Counters, EngineStats
 from paceline.engine.draft_budget import DraftSchedule
 from paceline.engine.draft_length import DraftLengthController
 from paceline.engine.draft_planner import DraftPlanner
 from paceline.engine.draft_stopper import DraftPlan, DraftStopper
-from paceline.engine.grammar_step import grammar_masks
 from paceline.engine.intake import Intake
 from paceline.engine.make_proposer import make_proposer, refuse_another_target
-from paceline.engine.prefill import PrefillChunk, prefill_chunk
-from paceline.engine.proposal import Proposer, Rows
+from paceline.engine.prefill import prefill_chunk
+from paceline.engine.proposal import Proposer
 from paceline.engine.request import FinishReason, RequestDelta, RequestResult, SamplingParameters
+from paceline.engine.results import FinishedRequests
 from paceline.engine.running import RunningRequest
 from paceline.engine.sampling import samples_of
 from paceline.engine.settings import EngineSettings, context_length, draft_tokens_per_step
-from paceline.engine.slots import SamplingFlags, SlotState
-from paceline.engine.step import HostStep, StepBatch, decode_step
+from paceline.engine.slots import SlotState
+from paceline.engine.step import HostStep, decode_step
 from paceline.engine.step_cost import StepCosts
 from paceline.engine.trial_steps import measure_costs
 from paceline.errors import RequestError
@@ -41,8 +44,6 @@ from paceline.ops.finalise_block import NOT_A_NUMBER
 
 if TYPE_CHECKING:
     from paceline.engine.canary import CanaryReport
-
-NUM_KEPT_RESULTS = 4096
 
 __all__ = ["Engine", "EngineSettings"]
 
@@ -107,7 +108,7 @@ class Engine:
         self._waiting: deque[RunningRequest] = deque()
         self._running: list[RunningRequest] = []
         self._requests: dict[str, RunningRequest] = {}
-        self._results: OrderedDict[str, RequestResult] = OrderedDict()
+        self._results = FinishedRequests()
         self._names = itertools.count()
         self._counters = Counters(num_draft_tokens)
         ranges = settings.num_drafts_by_batch_size
@@ -194,7 +195,7 @@ class Engine:
         )
 
     def _queue(self, request: RunningRequest) -> None:
-        self._results.pop(request.request_id, None)
+        self._results.forget(request.request_id)
         self._requests[request.request_id] = request
         self._waiting.append(request)
 
@@ -215,8 +216,9 @@ class Engine:
         Raises:
             RequestError: unknown, or not finished.
         """
-        if request_id in self._results:
-            return self._results[request_id]
+        result = self._results.get(request_id)
+        if result is not None:
+            return result
         state = "has not ended yet" if request_id in self._requests else "is not known, or ended long ago"
         raise RequestError(f"request {request_id!r} {state}")
 
@@ -251,7 +253,7 @@ class Engine:
             while len(finished) < len(names):
                 for delta in self.step():
                     if delta.finish_reason is not None and delta.request_id in names:
-                        finished[delta.request_id] = self._results.pop(delta.request_id)
+                        finished[delta.request_id] = self._results.take(delta.request_id)
         except BaseException:
             for name in names:
                 self.abort(name)
@@ -274,28 +276,9 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters since the engine was made."""
-        counters, controller = self._counters, self._planner.controller
         drafter_cache = self._proposer.cache if self._proposer is not None else None
-        return EngineStats(
-            num_steps=counters.num_steps,
-            num_request_steps=counters.num_request_steps,
-            num_draft_tokens=sum(counters.drafted_per_position),
-            num_accepted=sum(counters.accepted_per_position),
-            drafted_per_position=tuple(counters.drafted_per_position),
-            accepted_per_position=tuple(counters.accepted_per_position),
-            num_prefill_tokens=counters.num_prefill_tokens,
-            num_output_tokens=counters.num_output_tokens,
-            num_finished=counters.num_finished,
-            num_aborted=counters.num_aborted,
-            num_numeric_errors=counters.num_numeric_errors,
-            num_dead_ends=counters.num_dead_ends,
-            num_undrafted=counters.num_undrafted,
-            num_impossible_drafts=counters.num_impossible_drafts,
-            num_spoiled_blocks=counters.num_spoiled_blocks,
-            num_drafts=controller.num_drafts if controller is not None else self._planner.num_draft_tokens,
-            num_switched_off=controller.num_switched_off if controller is not None else 0,
-            num_probes=controller.num_probes if controller is not None else 0,
-            num_held_back=counters.num_held_back,
+        return self._counters.snapshot(
+            self._planner,
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             num_free_slots=len(self._free_slots),
@@ -303,7 +286,6 @@ class Engine:
             drafter_cache_bytes=drafter_cache.num_bytes if drafter_cache is not None else 0,
             linear_mode=self._loaded_target.linear_mode,
             method=self._proposer.name if self._proposer is not None else "plain",
-            mean_step_ms=counters.total_step_ms / max(1, counters.num_steps),
         )
 
     def canary(self) -> CanaryReport:
@@ -407,28 +389,21 @@ class Engine:
         return deltas
 
     def _prefill_next_chunk(self, request: RunningRequest) -> RequestDelta | None:
-        assert request.slot is not None, "only admitted requests are run"
         started_s = time.perf_counter()
-        # Chunks end at multiples of their size, so that a request's arithmetic does not depend on its neighbours.
-        start = request.num_prefilled
-        end = min(start + self.settings.prefill_chunk_size, len(request.prompt_ids))
-        chunk = PrefillChunk(
-            slot=request.slot,
-            token_ids=request.prompt_ids[start:end],
-            start=start,
-            next_id=request.prompt_ids[end] if end < len(request.prompt_ids) else None,
-            flags=request.flags,
-            plan=self._plan([request]) if end == len(request.prompt_ids) and request.output.max_tokens > 1 else None,
+        chunk = next_chunk(
+            request,
+            self._state,
+            size=self.settings.prefill_chunk_size,
+            plan=lambda: self._plan([request]),
             stopper=self._stopper,
             verify_method=self.settings.verify_method,
-            grammar_mask_BLW=grammar_masks([request], self._state, 1) if end == len(request.prompt_ids) else None,
         )
         proposer = self._proposer if request.is_drafted else None
         first = prefill_chunk(self._target, proposer, self._cache, self._state, self._choice, chunk)
-        self._counters.num_prefill_tokens += end - start
+        self._counters.num_prefill_tokens += len(chunk.token_ids)
         request.trace.prefill_ms += (time.perf_counter() - started_s) * 1e3
         if first is None:
-            request.num_prefilled = end
+            request.num_prefilled += len(chunk.token_ids)
             return None
         request.num_drawn = chunk.plan.most if chunk.plan is not None else 0
         request.num_waiting = first.num_waiting
@@ -439,15 +414,22 @@ class Engine:
         if not requests:
             return []
         started_s = time.perf_counter()
-        batch = self._batch(requests)
+        plan = self._plan(requests)
+        batch = step_batch(
+            requests,
+            self._state,
+            plan,
+            most_drafts=self._planner.limit(len(requests)),
+            stopper=self._stopper,
+            verify_method=self.settings.verify_method,
+        )
         output = decode_step(self._target, self._proposer, self._cache, self._state, self._choice, batch)
         steps = output.to_host()
         step_ms = (time.perf_counter() - started_s) * 1e3
         self._counters.num_steps += 1
         self._counters.total_step_ms += step_ms
         deltas = []
-        assert batch.plan is not None, "every batch has one"
-        for request, step, num_drawn in zip(requests, steps, batch.plan.num_drafts, strict=True):
+        for request, step, num_drawn in zip(requests, steps, plan.num_drafts, strict=True):
             delta = request.take_step(step, step_ms)
             self._observe(request, step)
             request.num_drawn, request.num_waiting = num_drawn, step.num_waiting
@@ -464,27 +446,11 @@ class Engine:
                     request.is_drafted = False
         return deltas
 
-    def _batch(self, requests: list[RunningRequest]) -> StepBatch:
-        slots = [request.slot for request in requests if request.slot is not None]
-        starts = [request.num_cached for request in requests]
-        # Rows are as many as the longest waiting block needs; the blocks drafted next may be of another length.
-        num_rows = 1 + max(request.num_waiting for request in requests)
-        device = self._state.device
-        return StepBatch(
-            rows=Rows(slots, torch.tensor(slots, device=device), starts, torch.tensor(starts, device=device), num_rows),
-            flags=SamplingFlags.of([request.sampling for request in requests]),
-            writes_context=any(request.is_drafted for request in requests),
-            plan=self._plan(requests),
-            verify_method=self.settings.verify_method,
-            stopper=self._stopper,
-            grammar_mask_BTW=grammar_masks(requests, self._state, num_rows),
-        )
-
     def _plan(self, requests: list[RunningRequest]) -> DraftPlan:
         return self._planner.plan(
             [request.draft_length if request.is_drafted else "off" for request in requests],
             teaches=[not request.has_token_rules for request in requests],
-            num_requests=max(1, sum(request.is_decoding for request in self._running)),
+            num_requests=sum(request.is_decoding or request in requests for request in self._running),
         )
 
     def _observe(self, request: RunningRequest, step: HostStep) -> None:
@@ -533,9 +499,7 @@ class Engine:
             self._free_slots.append(request.slot)
             request.slot = None
         del self._requests[request.request_id]
-        self._results[request.request_id] = request.result(reason)
-        while len(self._results) > NUM_KEPT_RESULTS:
-            self._results.popitem(last=False)
+        self._results.put(request.result(reason))
         self._counters.num_finished += 1
         self._counters.num_aborted += reason == "abort"
         self._counters.num_numeric_errors += reason == "error" and request.has_bad_numbers

@@ -72,6 +72,7 @@ def prefill_chunk(
     Returns:
         The first new token after the last chunk, as a step without drafts; None before the last chunk.
     """
+    plan = None if chunk.plan is None else chunk.plan.on(state.device)
     slots_B = torch.tensor([chunk.slot], device=state.device)
     starts_B = torch.tensor([chunk.start], device=state.device)
     rows = Rows([chunk.slot], slots_B, [chunk.start], starts_B, len(chunk.token_ids))
@@ -103,7 +104,7 @@ def prefill_chunk(
     if proposer is not None:
         proposer.settle(rows, token_ids_BC, ends_B, first_ids_B)
     num_waiting_B = torch.zeros_like(starts_B)
-    if proposer is not None and chunk.plan is not None and chunk.plan.most > 0:
-        num_waiting_B = draft_next(proposer, state, rows, chunk.plan, chunk.stopper, chunk.flags)
+    if proposer is not None and plan is not None and plan.most > 0:
+        num_waiting_B = draft_next(proposer, state, rows, plan, chunk.stopper, chunk.flags)
     (first,) = StepOutput.of(judged, no_drafts.ids_BK, num_waiting_B).to_host()
     return first

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from paceline.engine.draft_length import DraftLengthMode, checked_draft_length
-from paceline.engine.structured import StructuredOutput
+from paceline.engine.structured import StructuredOutput, require_encodable
 from paceline.errors import RequestError, shown
 
 LogprobsMode = Literal["raw", "processed"]
 
 MAX_LOGIT_BIASES = 1024
+MAX_BAD_WORDS = 1024
 MAX_LOGPROBS = 32
 MAX_SAMPLES = 64
 _SEED_RANGE = (-(2**63), 2**63 - 1)
@@ -42,14 +43,16 @@ class SamplingParameters:
         ignore_eos: go past the target's own stop ids (not past `stop_token_ids`).
         include_stop_str_in_output: deliver the stop text, too, and the text of a stop token.
         min_tokens: the first so many tokens cannot end the request: ids that would are held back, stop texts that
-            complete within them do not count. At most `max_tokens`.
+            complete within them do not count. At most `max_tokens`. A structured output that is complete ends the
+            request all the same: nothing could follow it.
         logit_bias: token id to a number in [-100, 100] added to its logit, at most 1024 ids; kept as sorted pairs.
         allowed_token_ids: nothing else is ever chosen; None allows all.
         repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output; 1 is off, the
             range is [1e-6, 1e6].
         frequency_penalty: subtracted once per occurrence in the output, in [-2, 2].
         presence_penalty: subtracted once from tokens that occur in the output, in [-2, 2].
-        bad_words: texts whose tokens are never completed, with and without a leading space.
+        bad_words: texts whose tokens are never completed, with and without a leading space; at most 1024, and none of
+            more than 64 tokens.
         logprobs: None for no log-probabilities, 0 for those of the chosen tokens, n up to 32 for the n best besides.
         logprobs_mode: "raw" reads the model's own distribution (under the grammar, if there is one), "processed" the
             one that was sampled from.
@@ -137,6 +140,8 @@ class SamplingParameters:
         for name in ("frequency_penalty", "presence_penalty"):
             _require_number(name, getattr(self, name), "in [-2, 2]", lambda value: abs(value) <= _LARGEST_PENALTY)
         self._keep_texts("bad_words")
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise RequestError(f"bad_words has {len(self.bad_words)} entries; at most {MAX_BAD_WORDS} are possible")
 
     def _check_answer(self) -> None:
         if self.logprobs is not None:
@@ -161,6 +166,7 @@ class SamplingParameters:
                 raise RequestError(f"{name} holds {shown(text)}, which is no text")
             if not text:
                 raise RequestError(f"{name} holds an empty text; every entry needs at least one character")
+            require_encodable(f"an entry of {name}", text)
         object.__setattr__(self, name, texts)
 
     def _keep_ids(self, name: str, value: object) -> None:

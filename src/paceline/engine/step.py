@@ -27,7 +27,7 @@ from torch import Tensor
 
 from paceline.engine.attends import AttentionChoice, write_then_attend
 from paceline.engine.cache import KeyValueCache
-from paceline.engine.draft_stopper import DraftPlan, DraftStopper, count_drafts, first_drafts
+from paceline.engine.draft_stopper import DevicePlan, DraftPlan, DraftStopper, count_drafts, first_drafts
 from paceline.engine.log_probabilities import BlockLogprobs, RowLogprobs, entries_of
 from paceline.engine.proposal import Proposer, Rows
 from paceline.engine.request import TokenLogprobs
@@ -178,6 +178,7 @@ def decode_step(
         batch: who takes part. Its `starts` have to equal `state.lengths`.
     """
     rows = batch.rows
+    plan = None if batch.plan is None else batch.plan.on(state.device)
     num_drafts = rows.num_rows - 1
     has_q = proposer is not None and proposer.num_candidates > 0 and not batch.flags.all_greedy
     with_q = has_q and reads_q(batch.verify_method)
@@ -201,13 +202,13 @@ def decode_step(
     ends_B = rows.starts_B + accepted_B + 1
     commit(state, rows.slots_B, ends_B, bonus_ids_B)
     state.tokens.extend(rows.slots_B, judged.tokens_BL, batch.flags)
-    if batch.stopper is not None and batch.plan is not None:
-        batch.stopper.observe(rows.slots_B, proposal.ids_BK, accepted_B, batch.plan)
+    if batch.stopper is not None and plan is not None:
+        batch.stopper.observe(rows.slots_B, proposal.ids_BK, accepted_B, plan)
     if proposer is not None and batch.writes_context:
         proposer.settle(rows, token_ids_BT, ends_B, bonus_ids_B)
     num_waiting_B = torch.zeros_like(accepted_B)
-    if proposer is not None and batch.plan is not None and batch.plan.most > 0:
-        num_waiting_B = draft_next(proposer, state, rows, batch.plan, batch.stopper, batch.flags)
+    if proposer is not None and plan is not None and plan.most > 0:
+        num_waiting_B = draft_next(proposer, state, rows, plan, batch.stopper, batch.flags)
     return StepOutput.of(judged, proposal.ids_BK, num_waiting_B)
 
 
@@ -215,7 +216,7 @@ def draft_next(
     proposer: Proposer,
     state: SlotState,
     rows: Rows,
-    plan: DraftPlan,
+    plan: DevicePlan,
     stopper: DraftStopper | None,
     flags: SamplingFlags,
 ) -> Tensor:
@@ -225,8 +226,8 @@ def draft_next(
         Drafts that wait for the next step, int64 [B].
     """
     proposal = proposer.propose(rows, state, all_greedy=flags.all_greedy, num_drafts=plan.most)
-    if min(plan.num_drafts) < plan.most:
-        proposal = first_drafts(proposal, torch.tensor(plan.num_drafts, device=state.device))
+    if plan.num_drafts_B is not None:
+        proposal = first_drafts(proposal, plan.num_drafts_B)
     if stopper is not None:
         proposal = stopper.hold_back(rows.slots_B, proposal, plan)
     state.store_proposal(rows.slots_B, proposal)

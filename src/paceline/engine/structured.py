@@ -48,7 +48,7 @@ class StructuredOutput:
         elif not self.value:
             raise RequestError(f"structured output of kind {self.kind} has an empty value")
         else:
-            _require_encodable("the value", self.value)
+            require_encodable("the value", self.value)
             if self.kind == "json_schema":
                 _check_schema_text(self.value)
         _check_marker(self.begins_after)
@@ -59,7 +59,7 @@ def _check_marker(marker: object) -> None:
         return
     if not isinstance(marker, str) or not marker:
         raise RequestError(f"begins_after is {shown(marker)}; it has to be a text, not an empty one")
-    _require_encodable("begins_after", marker)
+    require_encodable("begins_after", marker)
 
 
 def _checked_choices(value: object) -> tuple[str, ...]:
@@ -72,7 +72,7 @@ def _checked_choices(value: object) -> tuple[str, ...]:
     for index, text in enumerate(value):
         if not isinstance(text, str) or not text:
             raise RequestError(f"choice {index} is {shown(text)}; it has to be a text of at least one character")
-        _require_encodable(f"choice {index}", text)
+        require_encodable(f"choice {index}", text)
     return tuple(value)
 
 
@@ -87,7 +87,15 @@ def _check_schema_text(text: str) -> None:
         raise RequestError(f"the JSON schema is {text[:80]!r}; a schema is an object, true or false")
 
 
-def _require_encodable(name: str, text: str) -> None:
+def require_encodable(name: str, text: str) -> None:
+    """Refuse a text that no tokenizer can read.
+
+    Args:
+        name: what it is, for the message.
+        text: from a caller.
+    Raises:
+        RequestError: it holds half a surrogate pair.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:

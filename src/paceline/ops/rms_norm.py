@@ -32,7 +32,8 @@ def rms_norm(x: Tensor, weight_D: Tensor, *, eps: float) -> Tensor:
     weight = weight_D if weight_D.dtype == x.dtype else weight_D.to(x.dtype)
     needs_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if x.device.type == "cpu" and not needs_gradient:
-        return rms_norm_mirrored(x.unsqueeze(-2), mirror_gain(weight, 2), eps=eps).select(-2, 0)
+        mirrored = torch.stack((x, -x), dim=-2)
+        return torch.layer_norm(mirrored, mirrored.shape[-2:], weight.expand(2, -1), None, eps).select(-2, 0)
     y = functional.rms_norm(x, weight.shape, weight, eps)
     # Autocast may return float32 from a norm and so widen the whole residual stream.
     return y if y.dtype == x.dtype else y.to(x.dtype)
@@ -46,7 +47,7 @@ class MirroredGain(NamedTuple):
 
 
 def mirror_gain(weight_D: Tensor, num_copies: int) -> MirroredGain:
-    """Prepare a gain; worth keeping, as this takes as long as the norm of a row.
+    """Prepare a gain, once: this takes longer than the norm of a row.
 
     Args:
         weight_D: gain in the dtype of the rows.
@@ -57,9 +58,7 @@ def mirror_gain(weight_D: Tensor, num_copies: int) -> MirroredGain:
 
 
 def rms_norm_mirrored(x_1D: Tensor, gain: MirroredGain, *, eps: float) -> Tensor:
-    """`rms_norm` of each row in C copies: y, -y, y, -y, ...
-
-    The same bits for a row whatever its neighbours and their number, as long as C stays the same.
+    """`rms_norm` of each row on a CPU, in C copies: y, -y, y, -y, ...; with 2, y has the bits of `rms_norm`.
 
     Args:
         x_1D: [..., 1, D], in the gain's dtype.

@@ -8,6 +8,7 @@ from tests import tiny
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.request import SamplingParameters
 from paceline.errors import NumericError
+from paceline.models.layers import set_linear_mode
 
 
 def test_results_come_in_the_order_of_the_prompts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,6 +26,7 @@ def test_broken_numbers_end_the_run() -> None:
     target, _ = tiny.loaded()
     with torch.no_grad():
         target.model.norm.weight.fill_(torch.nan)
+    set_linear_mode(target.model, target.linear_mode)  # what serving prepared from the weights follows them
     engine = Engine(target, None, EngineSettings(max_num_seqs=2))
     with pytest.raises(NumericError, match="tiny: a request ended in an error"):
         serve(engine, tiny.tiny_prompts([5]), [SamplingParameters(max_tokens=4)], "tiny")

@@ -52,6 +52,8 @@ def test_json_and_result_files(
     lines = [json.loads(line) for line in rows.read_text().splitlines()]
     assert [(line["id"], line["turn"]) for line in lines] == [("a", 0), ("b", 0), ("b", 1), ("c", 0)]
     assert lines[0]["accepted"] == [3, 3, 3, 3]
+    for record in (found, *lines):
+        assert record["verify_method"] == "standard" and record["lossless"] is True
 
 
 def test_every_answer_draws_with_its_own_seed(engine: FakeEngine, arguments: list[str]) -> None:

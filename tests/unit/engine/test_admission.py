@@ -56,6 +56,13 @@ def test_bad_words_are_banned_with_and_without_a_leading_space() -> None:
         limits_of(SamplingParameters(bad_words=("word",)), WordTokenizer({"word": []}))
 
 
+def test_a_bad_word_has_a_longest_length() -> None:
+    """Every slot keeps room for the longest word: one of a whole page would take the memory of all."""
+    assert len(limits_of(SamplingParameters(bad_words=("x" * 63,))).bad_words[1]) == 64
+    with pytest.raises(RequestError, match="a bad word has 65 tokens, at most 64 are possible"):
+        limits_of(SamplingParameters(bad_words=("x" * 65,)))
+
+
 @pytest.mark.parametrize("name", ["repetition_penalty", "frequency_penalty", "presence_penalty"])
 def test_each_penalty_is_carried_over(name: str) -> None:
     limits = limits_of(SamplingParameters(**{name: 0.25}))

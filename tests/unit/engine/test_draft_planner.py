@@ -47,6 +47,17 @@ def test_the_schedule_limits_every_mode() -> None:
     assert planner.plan(["fixed", "adaptive"], [True] * 2, num_requests=5).num_drafts == (1, 1)
 
 
+def test_probes_that_the_schedule_forbids_are_not_counted() -> None:
+    """Else a busy engine would give up a drafter that it never asked."""
+    planner, _ = planner_of(DraftSchedule([(1, 1, 7), (2, 8, 0)], 7))
+    controller = planner.prepare()
+    for _ in range(100):
+        planner.observe("adaptive", num_drawn=7, num_judged=7, num_accepted=0)
+    for _ in range(1000):
+        assert planner.plan(["adaptive"], [True], num_requests=2).num_drafts == (0,)
+    assert (controller.num_probes, planner.has_given_up) == (0, False)
+
+
 def test_thresholds_cover_the_block_except_in_trials_and_probes() -> None:
     planner, _ = planner_of()
     controller = planner.prepare()

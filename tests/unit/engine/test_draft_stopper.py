@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.engine.draft_stopper import DraftPlan, DraftStopper, count_drafts, first_drafts
+from paceline.engine.draft_stopper import DevicePlan, DraftPlan, DraftStopper, count_drafts, first_drafts
 from paceline.models.drafters.proposal import Proposal
 
 CPU = torch.device("cpu")
@@ -13,8 +13,9 @@ IDS = torch.tensor([[5, 6, 7], [8, 9, 10]])
 SURE, UNSURE = [0.9, 0.9, 0.9], [0.9, 0.2, 0.9]
 
 
-def plan_of(thresholds: tuple[float, ...] | None = (0.5, 0.5, 0.5), **changes: tuple[bool, ...]) -> DraftPlan:
-    return DraftPlan((3, 3), thresholds, **({"is_adaptive": (True, True), "teaches": (True, True)} | changes))
+def plan_of(thresholds: tuple[float, ...] | None = (0.5, 0.5, 0.5), **changes: tuple[bool, ...]) -> DevicePlan:
+    plan = DraftPlan((3, 3), thresholds, **({"is_adaptive": (True, True), "teaches": (True, True)} | changes))
+    return plan.on(CPU)
 
 
 def test_drafts_behind_an_unlikely_one_are_held_back() -> None:
@@ -42,7 +43,7 @@ def test_q_stands_in_for_a_confidence_head() -> None:
     assert stopper.estimator.slope.item() == 0.5
 
 
-def observed(stopper: DraftStopper, slots: torch.Tensor, ids: torch.Tensor, plan: DraftPlan) -> list[float]:
+def observed(stopper: DraftStopper, slots: torch.Tensor, ids: torch.Tensor, plan: DevicePlan) -> list[float]:
     assert stopper.estimator is not None
     before = stopper.estimator._sums_6K[5].clone()
     stopper.observe(slots, ids, torch.zeros(len(slots), dtype=torch.int64), plan)

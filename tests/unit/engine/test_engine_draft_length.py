@@ -213,6 +213,23 @@ def test_the_schedule_limits_drafts_by_the_number_of_requests() -> None:
         EngineSettings(num_drafts_by_batch_size=((2, 3, 1),))
 
 
+def test_the_schedule_holds_in_the_step_in_which_a_request_joins() -> None:
+    target, drafter = loaded()
+    engine = Engine(target, drafter, EngineSettings(num_drafts_by_batch_size=((1, 1, 7), (2, 2, 3), (3, 8, 0))))
+    names = [engine.add_request(prompt, GREEDY) for prompt in tiny_prompts([4])]
+    engine.step()
+    waiting: list[list[int]] = []
+    for prompts in (tiny_prompts([5]), tiny_prompts([6, 7])):
+        names += [engine.add_request(prompt, GREEDY) for prompt in prompts]
+        deltas = engine.step()
+        waiting.append([delta.step.num_draft_tokens for delta in deltas if delta.step is not None])
+    assert waiting == [[3, 3], [0, 0, 0, 0]]
+    while engine.has_unfinished():
+        engine.step()
+    plain = Engine(target).generate([*tiny_prompts([4]), *tiny_prompts([5]), *tiny_prompts([6, 7])], GREEDY)
+    assert texts([engine.result(name) for name in names]) == texts(plain)
+
+
 # Holding drafts back
 
 

@@ -9,9 +9,10 @@ import torch
 from tests.tiny import loaded, tiny_prompts
 
 from paceline.checkpoint.contract import DrafterFamily
+from paceline.engine import step as step_module
 from paceline.engine.attends import AttentionChoice, attend_block
 from paceline.engine.cache import KeyValueCache
-from paceline.engine.draft_stopper import DraftPlan
+from paceline.engine.draft_stopper import DraftPlan, DraftStopper
 from paceline.engine.prefill import PrefillChunk, prefill_chunk
 from paceline.engine.proposal import BlockProposer, Rows
 from paceline.engine.request import SamplingParameters
@@ -242,6 +243,44 @@ def test_the_batched_form_does_the_same_as_the_exact_one() -> None:
                 drafts.append(bench.state.draft_ids[slot].tolist())
         outcomes.append((tokens, drafts))
     assert outcomes[0] == outcomes[1]
+
+
+@torch.inference_mode()
+def test_nothing_is_copied_to_the_device_once_a_step_has_queued_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a copy would wait for all that was queued before it, and the device then for the host."""
+    bench = Bench(*loaded(), BATCHED)
+    for slot, prompt in enumerate(tiny_prompts([9, 14])):
+        bench.prefill(slot, prompt)
+    starts = bench.state.lengths[[0, 1]].tolist()
+    rows = Rows([0, 1], torch.tensor([0, 1]), starts, torch.tensor(starts), 4)
+    plan = DraftPlan((3, 1), (0.5, 0.5, 0.5), is_adaptive=(True, False), teaches=(True, True))
+    stopper = DraftStopper(3, 3, CPU)
+    chances = Proposal(torch.ones(2, 3, dtype=torch.int64), confidence_BK=torch.full((2, 3), 0.6))
+    stopper.hold_back(rows.slots_B, chances, plan.on(CPU))
+    propose, run_rows, run = bench.proposer.propose, step_module.run_rows, []
+
+    def refuse(*_args: Any, **_options: Any) -> None:
+        raise AssertionError("a copy between host and device in the middle of a step")
+
+    def run_and_refuse(*args: Any) -> torch.Tensor:
+        run.append(args)
+        hidden = run_rows(*args)
+        monkeypatch.setattr(torch, "tensor", refuse)
+        for name in ("tolist", "item", "cpu"):
+            monkeypatch.setattr(torch.Tensor, name, refuse)
+        return hidden
+
+    monkeypatch.setattr(step_module, "run_rows", run_and_refuse)
+    monkeypatch.setattr(
+        bench.proposer,
+        "propose",
+        lambda *args, **options: propose(*args, **options)._replace(confidence_BK=chances.confidence_BK),
+    )
+    batch = StepBatch(rows, GREEDY, writes_context=True, plan=plan, stopper=stopper)
+    output = decode_step(bench.target.model, bench.proposer, bench.cache, bench.state, BATCHED, batch)
+    monkeypatch.undo()
+    assert run
+    assert output.num_waiting_B.tolist() == [1, 1]
 
 
 def test_output_reaches_the_host_in_one_piece() -> None:

@@ -1,0 +1,89 @@
+"""From requests to what a pass runs: the next chunk of a prompt, and the batch of a decode step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from paceline.engine.draft_stopper import DraftPlan, DraftStopper
+from paceline.engine.grammar_step import grammar_masks
+from paceline.engine.prefill import PrefillChunk
+from paceline.engine.proposal import Rows
+from paceline.engine.running import RunningRequest
+from paceline.engine.sampling_flags import SamplingFlags
+from paceline.engine.slots import SlotState
+from paceline.engine.step import StepBatch
+from paceline.ops.acceptance import VerifyMethod
+
+
+def next_chunk(
+    request: RunningRequest,
+    state: SlotState,
+    *,
+    size: int,
+    plan: Callable[[], DraftPlan],
+    stopper: DraftStopper | None,
+    verify_method: VerifyMethod,
+) -> PrefillChunk:
+    """Cut the next chunk off a prompt.
+
+    Args:
+        request: in a slot, its prompt not done.
+        state: of the slots.
+        size: chunks end at multiples of it, so that a request's arithmetic does not depend on its neighbours.
+        plan: plans the first block; asked only where one can be of use.
+        stopper: as for `PrefillChunk`.
+        verify_method: of the engine.
+    """
+    assert request.slot is not None, "only admitted requests are run"
+    prompt, start = request.prompt_ids, request.num_prefilled
+    end = min(start + size, len(prompt))
+    is_last = end == len(prompt)
+    return PrefillChunk(
+        slot=request.slot,
+        token_ids=prompt[start:end],
+        start=start,
+        next_id=None if is_last else prompt[end],
+        flags=request.flags,
+        plan=plan() if is_last and request.output.max_tokens > 1 else None,
+        stopper=stopper,
+        verify_method=verify_method,
+        grammar_mask_BLW=grammar_masks([request], state, 1) if is_last else None,
+    )
+
+
+def step_batch(
+    requests: Sequence[RunningRequest],
+    state: SlotState,
+    plan: DraftPlan,
+    *,
+    most_drafts: int,
+    stopper: DraftStopper | None,
+    verify_method: VerifyMethod,
+) -> StepBatch:
+    """Put together a decode step.
+
+    Args:
+        requests: all that are decoding.
+        state: of the slots.
+        plan: of the blocks that follow.
+        most_drafts: that this step may verify per request; waiting drafts beyond are dropped. More requests may have
+            come since those were planned.
+        stopper: as for `StepBatch`.
+        verify_method: of the engine.
+    """
+    slots = [request.slot for request in requests if request.slot is not None]
+    starts = [request.num_cached for request in requests]
+    # Rows are as many as the longest waiting block needs; the blocks drafted next may be of another length.
+    num_rows = 1 + min(most_drafts, max(request.num_waiting for request in requests))
+    device = state.device
+    return StepBatch(
+        rows=Rows(slots, torch.tensor(slots, device=device), starts, torch.tensor(starts, device=device), num_rows),
+        flags=SamplingFlags.of([request.sampling for request in requests]),
+        writes_context=any(request.is_drafted for request in requests),
+        plan=plan,
+        verify_method=verify_method,
+        stopper=stopper,
+        grammar_mask_BTW=grammar_masks(requests, state, num_rows),
+    )
