@@ -1,7 +1,7 @@
 """Result files: one JSON object per measurement, with what is needed to judge and repeat it.
 
-`{"name", "command", "commit", "date", "machine", "versions", "rows"}`. Nothing in it names a host or a folder outside
-the repository: absolute paths in the command are cut to their last part.
+`{"name", "command", "commit", "date", "machine", "versions", "lossless", "rows"}`. Nothing in it names a host or a
+folder outside the repository: absolute paths in the command are cut to their last part.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
+
+from paceline.ops.acceptance import VERIFY_METHODS, is_lossless
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("paceline", "torch", "triton", "transformers", "numpy")
@@ -46,6 +48,7 @@ def make_result(name: str, rows: Sequence[Row], *, machine: str, arguments: Sequ
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "machine": machine,
         "versions": versions(),
+        "lossless": all(map(is_lossless, VERIFY_METHODS)),  # of whatever method an engine may have used
         "rows": [{key: _rounded(value) for key, value in row.items()} for row in rows],
     }
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine, EngineSettings
     from paceline.engine.request import SamplingParameters
+    from paceline.engine.structured import StructuredOutput
     from paceline.models.loading import load_drafter, load_target
 
 __version__ = "0.1.0.dev0"
@@ -19,11 +20,20 @@ _HOMES = {
     "Engine": "paceline.engine.engine",
     "EngineSettings": "paceline.engine.engine",
     "SamplingParameters": "paceline.engine.request",
+    "StructuredOutput": "paceline.engine.structured",
     "load_drafter": "paceline.models.loading",
     "load_target": "paceline.models.loading",
 }
 
-__all__ = ["Engine", "EngineSettings", "SamplingParameters", "__version__", "load_drafter", "load_target"]
+__all__ = [
+    "Engine",
+    "EngineSettings",
+    "SamplingParameters",
+    "StructuredOutput",
+    "__version__",
+    "load_drafter",
+    "load_target",
+]
 
 
 def __getattr__(name: str) -> object:

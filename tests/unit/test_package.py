@@ -26,6 +26,7 @@ def test_public_names_exist_and_no_others() -> None:
         "Engine",
         "EngineSettings",
         "SamplingParameters",
+        "StructuredOutput",
         "__version__",
         "load_drafter",
         "load_target",

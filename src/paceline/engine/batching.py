@@ -12,33 +12,32 @@ from paceline.engine.prefill import PrefillChunk
 from paceline.engine.proposal import Rows
 from paceline.engine.running import RunningRequest
 from paceline.engine.sampling_flags import SamplingFlags
+from paceline.engine.settings import EngineSettings
 from paceline.engine.slots import SlotState
 from paceline.engine.step import StepBatch
-from paceline.ops.acceptance import VerifyMethod
 
 
 def next_chunk(
     request: RunningRequest,
     state: SlotState,
+    settings: EngineSettings,
     *,
-    size: int,
     plan: Callable[[], DraftPlan],
     stopper: DraftStopper | None,
-    verify_method: VerifyMethod,
 ) -> PrefillChunk:
     """Cut the next chunk off a prompt.
 
     Args:
         request: in a slot, its prompt not done.
         state: of the slots.
-        size: chunks end at multiples of it, so that a request's arithmetic does not depend on its neighbours.
+        settings: of the engine; chunks end at multiples of `prefill_chunk_size`, so that a request's arithmetic does
+            not depend on its neighbours.
         plan: plans the first block; asked only where one can be of use.
         stopper: as for `PrefillChunk`.
-        verify_method: of the engine.
     """
     assert request.slot is not None, "only admitted requests are run"
     prompt, start = request.prompt_ids, request.num_prefilled
-    end = min(start + size, len(prompt))
+    end = min(start + settings.prefill_chunk_size, len(prompt))
     is_last = end == len(prompt)
     return PrefillChunk(
         slot=request.slot,
@@ -48,7 +47,7 @@ def next_chunk(
         flags=request.flags,
         plan=plan() if is_last and request.output.max_tokens > 1 else None,
         stopper=stopper,
-        verify_method=verify_method,
+        verify_method=settings.verify_method,
         grammar_mask_BLW=grammar_masks([request], state, 1) if is_last else None,
     )
 
@@ -56,22 +55,22 @@ def next_chunk(
 def step_batch(
     requests: Sequence[RunningRequest],
     state: SlotState,
+    settings: EngineSettings,
     plan: DraftPlan,
     *,
     most_drafts: int,
     stopper: DraftStopper | None,
-    verify_method: VerifyMethod,
 ) -> StepBatch:
     """Put together a decode step.
 
     Args:
         requests: all that are decoding.
         state: of the slots.
+        settings: of the engine.
         plan: of the blocks that follow.
         most_drafts: that this step may verify per request; waiting drafts beyond are dropped. More requests may have
             come since those were planned.
         stopper: as for `StepBatch`.
-        verify_method: of the engine.
     """
     slots = [request.slot for request in requests if request.slot is not None]
     starts = [request.num_cached for request in requests]
@@ -83,7 +82,7 @@ def step_batch(
         flags=SamplingFlags.of([request.sampling for request in requests]),
         writes_context=any(request.is_drafted for request in requests),
         plan=plan,
-        verify_method=verify_method,
+        verify_method=settings.verify_method,
         stopper=stopper,
         grammar_mask_BTW=grammar_masks(requests, state, num_rows),
     )

@@ -39,6 +39,7 @@ class EngineStats:
         num_free_slots: slots without a request.
         target_cache_bytes: memory of the target's keys and values.
         drafter_cache_bytes: memory of the drafter's context.
+        token_rules_bytes: memory of what rules on tokens need; 0 before the first request with any.
         linear_mode: arithmetic of the linears.
         method: "plain", or how drafts are made.
         mean_step_ms: wall time per decode step; 0 before the first.
@@ -68,6 +69,7 @@ class EngineStats:
     num_free_slots: int
     target_cache_bytes: int
     drafter_cache_bytes: int
+    token_rules_bytes: int
     linear_mode: LinearMode
     method: str
     mean_step_ms: float
@@ -101,6 +103,7 @@ class Counters:
         num_free_slots: int,
         target_cache_bytes: int,
         drafter_cache_bytes: int,
+        token_rules_bytes: int,
         linear_mode: LinearMode,
         method: str,
     ) -> EngineStats:
@@ -131,6 +134,7 @@ class Counters:
             num_free_slots=num_free_slots,
             target_cache_bytes=target_cache_bytes,
             drafter_cache_bytes=drafter_cache_bytes,
+            token_rules_bytes=token_rules_bytes,
             linear_mode=linear_mode,
             method=method,
             mean_step_ms=self.total_step_ms / max(1, self.num_steps),

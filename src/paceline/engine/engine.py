@@ -122,14 +122,8 @@ class Engine:
 
     def _measure_costs(self) -> StepCosts:
         assert self._proposer is not None, "asked for only where something drafts"
-        return measure_costs(
-            self._target,
-            self._proposer,
-            self._cache,
-            self._state,
-            self._choice,
-            max_num_seqs=self.settings.max_num_seqs,
-        )
+        size = self.settings.max_num_seqs
+        return measure_costs(self._target, self._proposer, self._cache, self._state, self._choice, max_num_seqs=size)
 
     # Requests in and out
 
@@ -284,6 +278,7 @@ class Engine:
             num_free_slots=len(self._free_slots),
             target_cache_bytes=self._cache.num_bytes,
             drafter_cache_bytes=drafter_cache.num_bytes if drafter_cache is not None else 0,
+            token_rules_bytes=self._state.tokens.num_bytes,
             linear_mode=self._loaded_target.linear_mode,
             method=self._proposer.name if self._proposer is not None else "plain",
         )
@@ -355,11 +350,7 @@ class Engine:
             if request.slot is None:
                 request.slot = self._free_slots.pop()
             self._state.admit(
-                request.slot,
-                request.sampling,
-                request.seed,
-                limits=request.limits,
-                prompt_ids=request.prompt_ids,
+                request.slot, request.sampling, request.seed, limits=request.limits, prompt_ids=request.prompt_ids
             )
             request.draft_length = request.sampling.draft_length or self.settings.draft_length
             request.is_drafted = self._proposer is not None and request.draft_length != "off"
@@ -391,12 +382,7 @@ class Engine:
     def _prefill_next_chunk(self, request: RunningRequest) -> RequestDelta | None:
         started_s = time.perf_counter()
         chunk = next_chunk(
-            request,
-            self._state,
-            size=self.settings.prefill_chunk_size,
-            plan=lambda: self._plan([request]),
-            stopper=self._stopper,
-            verify_method=self.settings.verify_method,
+            request, self._state, self.settings, plan=lambda: self._plan([request]), stopper=self._stopper
         )
         proposer = self._proposer if request.is_drafted else None
         first = prefill_chunk(self._target, proposer, self._cache, self._state, self._choice, chunk)
@@ -415,14 +401,8 @@ class Engine:
             return []
         started_s = time.perf_counter()
         plan = self._plan(requests)
-        batch = step_batch(
-            requests,
-            self._state,
-            plan,
-            most_drafts=self._planner.limit(len(requests)),
-            stopper=self._stopper,
-            verify_method=self.settings.verify_method,
-        )
+        limit = self._planner.limit(len(requests))
+        batch = step_batch(requests, self._state, self.settings, plan, most_drafts=limit, stopper=self._stopper)
         output = decode_step(self._target, self._proposer, self._cache, self._state, self._choice, batch)
         steps = output.to_host()
         step_ms = (time.perf_counter() - started_s) * 1e3
@@ -434,7 +414,8 @@ class Engine:
             self._observe(request, step)
             request.num_drawn, request.num_waiting = num_drawn, step.num_waiting
             self._counters.num_impossible_drafts += step.num_zero_q
-            self._stop_drafting_beyond(request, request.num_cached)
+            if request.finish_reason is None:
+                self._stop_drafting_beyond(request, request.num_cached)
             if step.fault == NOT_A_NUMBER and request.finish_reason is None:
                 self._retry_without_drafts(request)
             elif step.fault == NOT_A_NUMBER:

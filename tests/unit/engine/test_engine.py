@@ -336,6 +336,17 @@ def test_a_request_longer_than_the_drafters_positions_goes_on_without_drafts(cap
     assert crossing.count(7) == 64 - 7 - 40  # anchors at 40..56 draft up to position 63
 
 
+def test_a_request_that_ends_near_the_drafters_last_position_went_without_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    target, drafter = loaded(max_position_embeddings=64)
+    engine = Engine(target, drafter)
+    with caplog.at_level(logging.WARNING, logger="paceline"):
+        engine.generate(tiny_prompts([40]), replace(LONG, max_tokens=64 - drafter.num_draft_tokens - 40 + 1))
+    assert engine.stats().num_undrafted == 0
+    assert "goes on without drafts" not in caplog.text
+
+
 def test_the_context_limit_refuses_prompts_and_cuts_budgets(story) -> None:
     target, prompt, right = story
     engine = Engine(target, None, EngineSettings(max_model_len=10))

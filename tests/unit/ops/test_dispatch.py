@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -169,3 +171,23 @@ print("compiled")
 def test_every_kernel_compiles(tmp_path: Path) -> None:
     """The interpreter runs plain Python; the compiler takes a part of it. No GPU is needed to ask it."""
     assert run_python(COMPILE, tmp_path) == "compiled\n"
+
+
+def shared_kernel_names(folder: Path) -> list[str]:
+    """Names that more than one kernel of a folder's files has."""
+    names = Counter(
+        node.name
+        for file in folder.glob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+        and any(isinstance(mark, ast.Name) and mark.id == "kernel" for mark in node.decorator_list)
+    )
+    return sorted(name for name, count in names.items() if count > 1)
+
+
+def test_no_two_kernels_share_a_name_in_a_cache_of_compiled_code(tmp_path: Path) -> None:
+    ops = Path(dispatch.__file__).parent
+    assert shared_kernel_names(ops) == []
+    for name in ("candidate_walk.py", "sample_tokens.py"):
+        (tmp_path / name).write_text((ops / "candidate_walk.py").read_text(encoding="utf-8"), encoding="utf-8")
+    assert shared_kernel_names(tmp_path) != []  # the test would see it

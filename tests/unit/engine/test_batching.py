@@ -1,0 +1,73 @@
+"""What a pass runs: chunks that end where they should, and rows for what waits and may be verified."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.fakes import ByteTokenizer
+
+from paceline.engine.batching import next_chunk, step_batch
+from paceline.engine.draft_stopper import DraftPlan
+from paceline.engine.output import RequestOutput
+from paceline.engine.running import RunningRequest
+from paceline.engine.sampling import SamplingParameters
+from paceline.engine.sampling_flags import SamplingFlags
+from paceline.engine.settings import EngineSettings
+from paceline.engine.slots import SlotState
+from paceline.trace.step import RequestTrace
+
+SETTINGS = EngineSettings(prefill_chunk_size=4, verify_method="match")
+
+
+def make_request(slot: int, num_prompt_tokens: int = 10, **sampling: object) -> RunningRequest:
+    wanted = SamplingParameters(**({"max_tokens": 9} | sampling))
+    output = RequestOutput(ByteTokenizer(), wanted, max_tokens=wanted.max_tokens, target_stop_ids=())
+    prompt = tuple(range(num_prompt_tokens))
+    return RunningRequest(
+        str(slot), prompt, wanted, 0, output, RequestTrace("r", 1), SamplingFlags.of([wanted]), slot=slot
+    )
+
+
+def make_state() -> SlotState:
+    return SlotState(3, num_draft_tokens=3, num_candidates=0, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("max_tokens", [1, 9])
+def test_chunks_end_at_multiples_and_only_the_last_plans_a_block(max_tokens: int) -> None:
+    request, asked = make_request(2, max_tokens=max_tokens), []
+
+    def plan() -> DraftPlan:
+        asked.append(request.num_prefilled)
+        return DraftPlan((3,))
+
+    chunks = []
+    while request.num_prefilled < 10:
+        chunk = next_chunk(request, make_state(), SETTINGS, plan=plan, stopper=None)
+        chunks.append((chunk.start, tuple(chunk.token_ids), chunk.next_id, chunk.plan is not None))
+        request.num_prefilled += len(chunk.token_ids)
+        assert (chunk.slot, chunk.verify_method) == (2, "match")
+    has_block = max_tokens > 1  # the only token there is needs none behind it
+    assert chunks == [(0, (0, 1, 2, 3), 4, False), (4, (4, 5, 6, 7), 8, False), (8, (8, 9), None, has_block)]
+    assert asked == [8] * has_block
+
+
+def test_a_step_has_rows_for_the_longest_waiting_block_that_it_may_verify() -> None:
+    requests = [make_request(1), make_request(0, temperature=1.0)]
+    for request, num_tokens in zip(requests, (1, 3), strict=True):
+        request.num_prefilled = 10
+        request.output.extend([5] * num_tokens)
+    requests[0].num_waiting, requests[1].is_drafted = 2, True
+    plan = DraftPlan((3, 3))
+    for most_drafts, num_rows in ((7, 3), (1, 2), (0, 1)):
+        batch = step_batch(requests, make_state(), SETTINGS, plan, most_drafts=most_drafts, stopper=None)
+        assert (batch.rows.slots, batch.rows.starts, batch.rows.num_rows) == ([1, 0], [10, 12], num_rows)
+        assert batch.rows.starts_B.tolist() == [10, 12]
+    assert (batch.flags.all_greedy, batch.writes_context, batch.verify_method, batch.plan) == (
+        False,
+        True,
+        "match",
+        plan,
+    )
+    assert batch.grammar_mask_BTW is None
+    requests[1].is_drafted = False
+    assert not step_batch(requests, make_state(), SETTINGS, plan, most_drafts=7, stopper=None).writes_context
