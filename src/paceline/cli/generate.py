@@ -310,9 +310,12 @@ def _run_all(run: GenerateRun, models: Models, prompts: Sequence[Prompt], view: 
     from paceline.engine.request import check_prompt
     from paceline.evaluation.lossless import compare_ids
     from paceline.evaluation.prompts import encode_prompt
+    from paceline.log import get_logger
     from paceline.trace.writer import TraceWriter
 
     sampling = answer_sampling_of(run)
+    if run.logprobs is not None and not view.as_json:
+        get_logger(__name__).warning("logprobs are shown with --json alone: logprobs changes nothing")
     first_seed = sampling.seed if sampling.seed is not None else secrets.randbits(31)
     encoded = [encode_prompt(prompt, models.target.tokenizer, system=run.system, raw=run.raw) for prompt in prompts]
     longest = max(map(len, encoded))

@@ -45,7 +45,7 @@ class ModelRun(Settings):
         None, description="proposals per step, the anchor not counted; unset takes what the drafter was trained for"
     )
     draft_sample_method: Annotated[DraftSampleMethod | None, OrNone] = Field(
-        None, description="how proposals are picked when sampling; unset takes the drafter's own"
+        None, description="how proposals are picked when sampling; unset takes the drafter's own, coupled always draws"
     )
     max_tokens: Count = Field(128, description="largest number of new tokens per prompt")
     temperature: NumberOrZero = Field(0.0, description="0 is greedy; higher is more varied")
@@ -107,7 +107,9 @@ class GenerateRun(ModelRun):
     stop: tuple[StopText, ...] = Field((), description="end the text before any of these strings")
     stop_token_ids: tuple[CountOrZero, ...] = Field((), description="end the text at any of these tokens")
     include_stop_str_in_output: Flag = Field(False, description="keep the stop string at the end of the text")
-    n: Annotated[Count, Field(le=64)] = Field(1, description="samples of each prompt; sample i draws with seed + i")
+    n: Annotated[Count, Field(le=64)] = Field(
+        1, description="samples of each prompt; answer i of all prompts and samples draws with seed + i"
+    )
     logprobs: Annotated[Annotated[CountOrZero, Field(le=32)] | None, OrNone] = Field(
         None, description="log-probability of each token, and of so many of the likeliest beside it; unset gives none"
     )

@@ -37,7 +37,8 @@ class SamplingParameters:
         top_p: sample among the most likely tokens that hold this mass, in (0, 1].
         min_p: drop tokens below this share of the most likely one's probability, in [0, 1].
         seed: of the request's noise; None draws one at admission. The same seed gives the same text whatever slot or
-            neighbours a request has, as far as the arithmetic is row-invariant.
+            neighbours a request has, as far as the arithmetic is row-invariant; under the methods "standard" and
+            "block" also as far as the number of drafts is fixed. "match" and "coupled" need no fixed number.
         stop: texts that end the request; the text before the first of them is delivered.
         stop_token_ids: token ids that end the request, besides the target's own.
         ignore_eos: go past the target's own stop ids (not past `stop_token_ids`).

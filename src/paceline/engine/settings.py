@@ -25,7 +25,7 @@ class EngineSettings:
             bounds the memory of the caches.
         num_draft_tokens: proposals per step; None is what the drafter was loaded for. A block drafter makes no more
             than it was trained for; one that goes token by token makes any number.
-        draft_sample_method: None is the drafter's own.
+        draft_sample_method: None is the drafter's own, and "probabilistic" under the method "coupled".
         prefill_chunk_size: prompt tokens per target pass, and per step while others decode.
         verify_method: how drafts are judged, see `ops/acceptance.py`; all methods leave the distribution alone.
         draft_length: "off" drafts nothing, "fixed" always `num_draft_tokens`, "adaptive" what pays by recent acceptance

@@ -6,7 +6,8 @@
 
 No generator holds state, so a draw does not know in which batch, slot or lane it was made, and a CUDA graph replays it
 with new keys. The three domains are separate streams by construction: verification is lossless only if the draft
-draw, the acceptance draw and the residual draw of one position are independent. Noise is keyed by token id: a token
+draw, the acceptance draw and the residual draw of one position are independent. (Coupled drafts share the target's
+domain on purpose: they are judged by equality alone, which draws nothing more.) Noise is keyed by token id: a token
 draws the same noise wherever it stands in a candidate list or a vocabulary shard.
 
 torch has no arithmetic on uint32; the words live in int64 and are cut back to 32 bits after every step that can grow

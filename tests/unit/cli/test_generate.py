@@ -186,6 +186,13 @@ def test_log_probabilities_are_in_the_object(
     assert row["lossless"] is True and row["verify_method"] == "standard"
 
 
+def test_log_probabilities_that_nobody_sees_are_named(
+    engines: dict[bool, FakeEngine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*PLAIN, "--logprobs", "1"]) == 0
+    assert "logprobs are shown with --json alone" in capsys.readouterr().err
+
+
 def test_every_sampling_flag_reaches_the_engine(engines: dict[bool, FakeEngine], tmp_path: Path) -> None:
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "integer"}')
