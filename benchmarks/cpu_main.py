@@ -4,7 +4,8 @@
     make bench ARGS=--quick                    2 prompts
     python -m benchmarks.cpu_main --out docs/results
 
-Greedy, past stop ids, so that every mode does the same work. All modes run in turn on each prompt (A-B-B-A). Times are
+Greedy, past stop ids, so that every mode does the same work; `speculative` drafts as many tokens as the drafter was
+trained for, `speculative-adaptive` as many as pay. All modes run in turn on each prompt (A-B-B-A). Times are
 those of decoding: ours without the prompt pass, that of transformers from the first token's arrival at a streamer to
 the last one's. `ratio_to_plain` is the median of per-prompt ratios, `low` and `high` its 95 % bootstrap interval over
 prompts, `p10` and `p90` the spread of the prompts. The floor is the bytes a token needs over the measured bandwidth.
@@ -42,12 +43,13 @@ from benchmarks.results import text_table
 from paceline.errors import EXIT_CHECK_SAYS_NO, EXIT_DONE
 
 if TYPE_CHECKING:
+    from paceline.engine.draft_length import DraftLengthMode
     from paceline.engine.engine import Engine
     from paceline.engine.request import SamplingParameters
     from paceline.models.loading import LoadedDrafter, LoadedTarget
 
 NAME = "cpu-main"
-MAIN_MODES = ("plain", "speculative", "transformers")
+MAIN_MODES = ("plain", "speculative", "speculative-adaptive", "transformers")
 EXACT_MODES = ("plain-row-invariant", "speculative-row-invariant")
 _NUM_WARM_UP_TOKENS = 16
 _SHOWN = (
@@ -149,6 +151,7 @@ def prepare(options: argparse.Namespace) -> Bench:
     drafter = load_drafter(options.draft_model, target)
     modes["plain"] = engine_mode(target, None, sampling)
     modes["speculative"] = engine_mode(target, drafter, sampling)
+    modes["speculative-adaptive"] = engine_mode(target, drafter, sampling, draft_length="adaptive")
     exact_target = load_target(options.model, dtype=options.dtype, device="cpu", linear_mode="row_invariant")
     exact_drafter = load_drafter(options.draft_model, exact_target)
     modes["plain-row-invariant"] = engine_mode(exact_target, None, sampling)
@@ -166,11 +169,17 @@ def prepare(options: argparse.Namespace) -> Bench:
     return Bench(modes, prompts, target, drafter, options.max_tokens)
 
 
-def engine_mode(target: LoadedTarget, drafter: LoadedDrafter | None, sampling: SamplingParameters) -> Mode:
-    """One of our engines with a single slot."""
+def engine_mode(
+    target: LoadedTarget,
+    drafter: LoadedDrafter | None,
+    sampling: SamplingParameters,
+    *,
+    draft_length: DraftLengthMode = "fixed",
+) -> Mode:
+    """One of our engines with a single slot; it serves all prompts, so what it learns of one is there for the next."""
     from paceline.engine.engine import Engine, EngineSettings
 
-    engine = Engine(target, drafter, EngineSettings(max_num_seqs=1))
+    engine = Engine(target, drafter, EngineSettings(max_num_seqs=1, draft_length=draft_length))
     return lambda prompt: run_engine(engine, prompt, sampling)
 
 
