@@ -49,7 +49,8 @@ if TYPE_CHECKING:
     from paceline.models.loading import LoadedDrafter, LoadedTarget
 
 NAME = "cpu-main"
-MAIN_MODES = ("plain", "speculative", "speculative-adaptive", "transformers")
+ADAPTIVE_MODE = "speculative-adaptive"
+MAIN_MODES = ("plain", "speculative", ADAPTIVE_MODE, "transformers")
 EXACT_MODES = ("plain-row-invariant", "speculative-row-invariant")
 _NUM_WARM_UP_TOKENS = 16
 _SHOWN = (
@@ -151,7 +152,7 @@ def prepare(options: argparse.Namespace) -> Bench:
     drafter = load_drafter(options.draft_model, target)
     modes["plain"] = engine_mode(target, None, sampling)
     modes["speculative"] = engine_mode(target, drafter, sampling)
-    modes["speculative-adaptive"] = engine_mode(target, drafter, sampling, draft_length="adaptive")
+    modes[ADAPTIVE_MODE] = engine_mode(target, drafter, sampling, draft_length="adaptive")
     exact_target = load_target(options.model, dtype=options.dtype, device="cpu", linear_mode="row_invariant")
     exact_drafter = load_drafter(options.draft_model, exact_target)
     modes["plain-row-invariant"] = engine_mode(exact_target, None, sampling)
@@ -212,12 +213,13 @@ def warm_up(bench: Bench) -> None:
 
 
 def floors(bench: Bench, runs: dict[str, Runs], bandwidth: float) -> dict[str, float]:
-    """Tokens per second that the memory's bandwidth allows, for each mode."""
+    """Tokens per second that the memory's bandwidth allows; none for steps that differ in what they read."""
     plain = bandwidth / plain_step_bytes(bench.target, bench.mean_context)
     per_step = bandwidth / speculative_step_bytes(bench.target, bench.drafter, bench.mean_context)
     return {
         mode: per_step * acceptance(found).delivered_per_step if mode.startswith("speculative") else plain
         for mode, found in runs.items()
+        if mode != ADAPTIVE_MODE
     }
 
 
@@ -226,8 +228,9 @@ def make_rows(runs: dict[str, Runs], floor_speeds: dict[str, float]) -> list[dic
     rows = []
     for mode in (mode for mode in (*MAIN_MODES, *EXACT_MODES) if mode in runs):
         row = speed_row(mode, runs[mode], runs["plain"])
-        row["floor_tokens_per_second"] = floor_speeds[mode]
-        row["floor_share"] = float(np.median(speeds(runs[mode]))) / floor_speeds[mode]
+        if mode in floor_speeds:
+            row["floor_tokens_per_second"] = floor_speeds[mode]
+            row["floor_share"] = float(np.median(speeds(runs[mode]))) / floor_speeds[mode]
         if mode == EXACT_MODES[1]:
             row["ratio_to_own_plain"] = float(np.median(ratios(runs[mode], runs[EXACT_MODES[0]])))
         rows.append(row)
