@@ -18,7 +18,7 @@ class DraftPlanner:
     Args:
         num_draft_tokens: K.
         schedule: a limit by the number of requests; None for none.
-        measure: measures step costs; called once, at the first request in "adaptive" mode.
+        measure: measures step costs; called once, by `prepare` or for the first request in "adaptive" mode.
 
     Attributes:
         num_draft_tokens: K.

@@ -119,6 +119,8 @@ class Engine:
         )
         self._stopper: DraftStopper | None = None
         self._is_mid_step = False
+        if settings.draft_length == "adaptive" and num_draft_tokens > 0:  # else the first request would wait for it
+            self._planner.prepare()
 
     def _measure_costs(self) -> StepCosts:
         assert self._proposer is not None, "asked for only where something drafts"

@@ -14,8 +14,8 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 ROW_TILE = 8  # rows of a default draft block
-# A lone row is filled up to these where that costs no operation: on four rows oneDNN is a tenth faster than on its path
-# for one (measured with AVX512-bf16), and sums as it does on eight.
+# A lone row is filled up to these where that costs no operation: on four rows oneDNN is faster than on its path for one
+# (seen with AVX512-bf16), and sums as it does on eight.
 FILLED_ROWS = 4
 _ALIGNED_WIDTH = 16  # elements: at least 32 bytes in every float dtype
 _ALIGNED_BYTES = 32

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import ValidationError
 
-from paceline.configuration.generation import GenerateRun
+from paceline.configuration.generation import DraftLength, GenerateRun, VerifyMethod
+from paceline.engine.draft_length import DRAFT_LENGTH_MODES
+from paceline.engine.sampling import MAX_SAMPLES, LogprobsMode
+from paceline.ops.acceptance import VERIFY_METHODS
 
 
 @pytest.mark.parametrize(
@@ -46,3 +49,11 @@ def test_contradictions_of_generation(values: dict[str, Any], part: str) -> None
 
 def test_a_stop_string_keeps_its_white_space() -> None:
     assert GenerateRun.model_validate({"model": "m", "stop": ["\n\n"]}).stop == ("\n\n",)
+
+
+def test_names_are_those_of_the_engine() -> None:
+    """Settings load without torch, so they repeat the engine's names; this holds the two together."""
+    assert get_args(VerifyMethod) == VERIFY_METHODS
+    assert get_args(DraftLength) == DRAFT_LENGTH_MODES
+    assert set(get_args(GenerateRun.model_fields["logprobs_mode"].annotation)) == set(get_args(LogprobsMode))
+    assert GenerateRun.model_fields["n"].metadata[-1].le == MAX_SAMPLES

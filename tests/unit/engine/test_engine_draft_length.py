@@ -317,9 +317,11 @@ def test_costs_are_measured_once_and_only_for_who_adapts(monkeypatch: pytest.Mon
     for _ in range(2):
         engine.generate(tiny_prompts([4, 4]), with_mode("adaptive"))
     assert len(calls) == 1
+    Engine(target, drafter, EngineSettings(draft_length="adaptive"))
+    assert len(calls) == 2, "an engine that adapts measures when it is made, not while a request waits"
     plain = Engine(target, None, EngineSettings(draft_length="adaptive"))
     plain.generate(tiny_prompts([4]), with_mode("adaptive"))
-    assert len(calls) == 1
+    assert len(calls) == 2
 
 
 def test_a_useless_drafter_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -48,6 +48,16 @@ def test_worked_numbers_at_variable_depth() -> None:
     assert summary.per_position == pytest.approx((4 / 5, 4 / 5, 3 / 5, 1 / 2, 1 / 2, 1 / 2, 1 / 2))
 
 
+def test_worked_rates_of_a_schedule_with_a_given_length() -> None:
+    """Of length 3.4 with 7 drafts: two always kept, the third four times in ten, nothing behind it."""
+    found = summarise([7] * 10, [3] * 4 + [2] * 6)
+    rates = (1.0, 1.0, 0.4, 0.0, 0.0, 0.0, 0.0)
+    assert found.acceptance_length == pytest.approx(3.4)
+    assert found.per_position == pytest.approx(rates)
+    assert found.conditional[:4] == pytest.approx(rates[:4])  # behind it no step arrives, so there is no rate
+    assert all(math.isnan(rate) for rate in found.conditional[4:])
+
+
 def test_pooled_over_requests_is_a_ratio_of_sums() -> None:
     summary = summarise([7] * 12, [7, 7] + [0] * 10)
     assert summary.acceptance_length == pytest.approx(26 / 12)
