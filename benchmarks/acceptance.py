@@ -1,98 +1,221 @@
 """Served acceptance of a drafter on prompt sets, and beside it what the training's simulation says.
 
     python -m benchmarks.acceptance --set gsm8k=gsm8k.jsonl --set selfchat=selfchat-T0.0.npz --out docs/results
+    python -m benchmarks.acceptance --join a/acceptance-smollm2.json b/acceptance-smollm2.json --out docs/results
 
-Every set is served greedily and at temperature 1; the interval is a 95 % bootstrap over prompts. Conversations of a
-token file keep their own prompt ids, and the length of the stored response is the budget, so that the walk of
-`training/simulate.py` over the same conversations, in the same dtype, should come to the same length: that is a row
-with `simulated`. The greedy row has what served is over it, less 1, twice: `over_simulated` for the stored text, and
-`over_simulated_served_text` for a walk over what serving wrote, since bf16 may leave the stored text at a near-tie;
-`same_text` is the share of conversations that it did not leave. A walk judges greedy text alone, so a set that was
-sampled is named with `--served-only NAME`.
+Every set is served greedily and at temperature 1, all sets of a temperature in one run of the engine; the interval is
+a 95 % bootstrap over prompts. Conversations of a token file keep their own prompt ids, and the length of the stored
+response is the budget, so that the walk of `training/simulate.py` over the same conversations, in the same dtype,
+should come to the same length: that is a row with `simulated`. The greedy row has what served is over it, less 1,
+twice: `over_simulated` for the stored text, and `over_simulated_served_text` for a walk over what serving wrote, since
+bf16 may leave the stored text at a near-tie; `same_text` is the share of conversations that it did not leave. A walk
+judges greedy text alone, so a set that was sampled is named with `--served-only NAME`.
+
+The file has every row as soon as it is known, and `complete` says whether it has all. A run that was cut short, by
+`--seconds` or by anything else, goes on with `--resume`; `--join` makes one table of the files of several drafters.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.command_line import DTYPES, make_parser, name_of, positive, report, run, say
+from benchmarks.acceptance_rows import comparison, served_conversations, served_row, simulate_walk, simulated_row
+from benchmarks.command_line import DTYPES, make_parser, name_of, positive, run, say
+from benchmarks.growing_result import GrowingResult, join_results
 from benchmarks.prompt_sets import PromptSet, add_set_argument, read_sets
-from benchmarks.results import text_table
-from benchmarks.serving import serve
+from benchmarks.results import Row, describe_machine, make_result, text_table, write_result
+from benchmarks.serving import SetToServe, serve_sets
 
-from paceline.errors import EXIT_DONE
-from paceline.evaluation.acceptance import Answer, summarise
-from paceline.evaluation.statistics import Interval, bootstrap_ratio
-from paceline.trace.acceptance import AcceptanceSummary
+from paceline.errors import EXIT_DONE, EXIT_INTERRUPTED
+from paceline.evaluation.prompts import file_sha256
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
-    from paceline.engine.request import RequestResult, SamplingParameters
+    from paceline.engine.request import RequestResult
     from paceline.models.loading import LoadedDrafter, LoadedTarget
-    from paceline.training.data import Conversations
 
 NAME = "acceptance-smollm2"
-
-
-@dataclass(frozen=True)
-class Walk:
-    """The simulated walk of each conversation: tokens committed and steps taken, as served steps are counted."""
-
-    committed: tuple[float, ...]
-    num_steps: tuple[int, ...]
-
-    def interval(self) -> Interval:
-        """Acceptance length with its interval over conversations."""
-        return bootstrap_ratio(self.committed, self.num_steps)
+KEY = ("drafter", "set", "temperature", "simulated")
+_PREFILL_CHUNK = 2048  # prompt tokens per step: free slots fill up in a few steps
 
 
 def main(arguments: Sequence[str]) -> int:
     """Serve all sets at all temperatures, simulate where that can be compared, print the table."""
     options = parse(arguments)
+    if options.join:
+        joined = join_results(options.join, KEY)
+        print(text_table(joined["rows"]))
+        say(f"wrote {write_result(options.out, joined)}")
+        return EXIT_DONE
+    started_s = time.monotonic()
+    result = start_result(options, arguments)
+    try:
+        is_complete = fill(result, options, lambda: time.monotonic() - started_s > options.seconds)
+    except KeyboardInterrupt:
+        say(f"interrupted; {len(result.rows)} rows are there, and --resume goes on")
+        return EXIT_INTERRUPTED
+    if is_complete:
+        result.finish()
+    print(text_table(result.rows))
+    if not is_complete:
+        say(f"time is up: {len(result.rows)} rows are there, and --resume goes on")
+    if options.out is not None and result.rows:
+        say(f"wrote {options.out / NAME}.json")
+    return EXIT_DONE
+
+
+def start_result(options: argparse.Namespace, arguments: Sequence[str]) -> GrowingResult:
+    """An empty result, or what an earlier run of the same settings left."""
+    facts = [f"{options.threads} threads", options.dtype, f"concurrency {options.concurrency}"]
+    machine = describe_machine(*facts, device=options.device)
+    drafters = [name_of(name) for name in all_drafters(options)]
+    sets = [file.name for file in options.sets]
+
+    def order(row: Row) -> tuple[object, ...]:
+        at_set = drafters.index(str(row["drafter"])), sets.index(str(row["set"]))
+        return *at_set, options.temperatures.index(row["temperature"]), row["simulated"]
+
+    head = make_result(NAME, [], machine=machine, arguments=arguments)
+    result = GrowingResult(head, settings_of(options), options.out, key=KEY, order=order)
+    if options.resume:
+        result.resume()
+    return result
+
+
+def all_drafters(options: argparse.Namespace) -> list[str]:
+    """The drafters to be measured, as they were named."""
+    return [options.draft_model, *options.also_draft_model]
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, object]:
+    """What rows of one table have in common; models and files by name and hash."""
+    names = ("dtype", "num_prompts", "max_tokens", "temperatures", "seed", "concurrency", "served_only")
+    drafters = {name_of(name): weights_sha256(Path(name)) for name in all_drafters(options)}
+    return {
+        "model": name_of(options.model),
+        **{name: getattr(options, name) for name in names},
+        "device": options.device.partition(":")[0],
+        "sets": {file.name: file_sha256(file.path) for file in options.sets},
+        "drafters": drafters,
+    }
+
+
+def weights_sha256(folder: Path) -> dict[str, str]:
+    """Hash of each weight file of a drafter's folder; nothing for one that is a mere name."""
+    return {path.name: file_sha256(path) for path in sorted(folder.glob("*.safetensors"))}
+
+
+def fill(result: GrowingResult, options: argparse.Namespace, is_time_up: Callable[[], bool]) -> bool:
+    """Measure every row that the result lacks; returns whether it has all of them in the end."""
     import torch
 
-    from paceline.models.loading import load_target
+    from paceline.models.loading import load_drafter, load_target
 
     torch.set_num_threads(options.threads)
     target = load_target(options.model, dtype=options.dtype, device=options.device)
     sets = read_sets(options.sets, target.tokenizer, vocab_size=target.contract.vocab_size, limit=options.num_prompts)
-    drafters = [options.draft_model, *options.also_draft_model]
-    rows = [row for name in drafters for row in drafter_rows(name, target, sets, options)]
-    print(text_table(rows))
-    facts = [options.dtype, f"concurrency {options.concurrency}"]
-    report(NAME, rows, options, arguments, device=options.device, facts=facts)
-    return EXIT_DONE
+    is_complete = True
+    for name in all_drafters(options):
+        wanted = {
+            temperature: missing_sets(result, name_of(name), sets, temperature, options)
+            for temperature in options.temperatures
+        }
+        if not any(wanted.values()):
+            continue
+        if is_time_up():
+            return False
+        drafter = load_drafter(name, target)
+        say(f"{name_of(name)}: block size {drafter.contract.block_size}")
+        measurement = Measurement(name_of(name), target, drafter, options, result)
+        engine = make_engine(target, drafter, sets, options)
+        for temperature, missing in wanted.items():
+            is_complete &= measurement.serve(engine, missing, temperature, is_time_up)
+    return is_complete
 
 
-def drafter_rows(
-    name: str, target: LoadedTarget, sets: Sequence[PromptSet], options: argparse.Namespace
-) -> list[dict[str, object]]:
-    """Every row of one drafter."""
+def missing_sets(
+    result: GrowingResult, drafter: str, sets: Sequence[PromptSet], temperature: float, options: argparse.Namespace
+) -> list[PromptSet]:
+    """Sets whose rows at a temperature are not all there."""
+
+    def is_there(one: PromptSet) -> bool:
+        row = result.find(drafter=drafter, set=one.name, temperature=temperature, simulated=False)
+        return row is not None and (not is_simulated(one, temperature, options) or "over_simulated" in row)
+
+    return [one for one in sets if not is_there(one)]
+
+
+def is_simulated(prompt_set: PromptSet, temperature: float, options: argparse.Namespace) -> bool:
+    """Whether a walk over the set's conversations says something of it: they are greedy text of the target."""
+    return temperature == 0 and prompt_set.conversations is not None and prompt_set.name not in options.served_only
+
+
+def make_engine(
+    target: LoadedTarget, drafter: LoadedDrafter, sets: Sequence[PromptSet], options: argparse.Namespace
+) -> Engine:
+    """An engine with room for the longest prompt and its budget."""
     from paceline.engine.engine import Engine, EngineSettings
-    from paceline.models.loading import load_drafter
 
-    drafter = load_drafter(name, target)
-    engine = Engine(target, drafter, EngineSettings(max_num_seqs=options.concurrency))
-    say(f"{name_of(name)}: block size {drafter.contract.block_size}")
-    rows: list[dict[str, object]] = []
-    for prompt_set in sets:
-        is_simulated = prompt_set.conversations is not None and prompt_set.name not in options.served_only
-        for temperature in options.temperatures:
-            results = serve_set(engine, prompt_set, temperature, options)
-            rows.append(served_row(prompt_set, results, temperature))
-            if is_simulated and temperature == 0:
-                assert prompt_set.conversations is not None, "checked just before"
-                stored = simulate_walk(prompt_set.conversations, target, drafter, f"{prompt_set.name}, stored text")
-                served = simulate_walk(
-                    served_conversations(results), target, drafter, f"{prompt_set.name}, served text"
-                )
-                rows[-1] |= comparison(prompt_set, results, stored=stored, served=served)
-                rows.append(simulated_row(prompt_set, stored))
-    return [{"drafter": name_of(name), **row} for row in rows]
+    longest = max(
+        len(prompt) + budget
+        for one in sets
+        for prompt, budget in zip(one.prompts, budgets(one, options.max_tokens), strict=True)
+    )
+    num_positions = min(target.contract.max_position_embeddings, target.model.position_table.shape[0])
+    settings = EngineSettings(
+        max_num_seqs=min(options.concurrency, sum(len(one.prompts) for one in sets)),
+        max_model_len=min(longest, num_positions),
+        prefill_chunk_size=_PREFILL_CHUNK,
+    )
+    return Engine(target, drafter, settings)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One drafter's rows on their way into the result."""
+
+    name: str
+    target: LoadedTarget
+    drafter: LoadedDrafter
+    options: argparse.Namespace
+    result: GrowingResult
+
+    def serve(
+        self, engine: Engine, sets: Sequence[PromptSet], temperature: float, is_time_up: Callable[[], bool]
+    ) -> bool:
+        """Serve sets at a temperature, each row going into the result at once; returns whether none was left out."""
+        by_name = {one.name: one for one in sets}
+        left_out = serve_sets(
+            engine,
+            {one.name: requests_of(one, temperature, self.options) for one in sets},
+            lambda name, results: self.take_in(by_name[name], results, temperature),
+            label=f"{self.name} at temperature {temperature:g}",
+            is_time_up=is_time_up,
+        )
+        return not left_out
+
+    def take_in(self, prompt_set: PromptSet, results: Sequence[RequestResult], temperature: float) -> None:
+        """The rows of a set that was served; the walks come last, since they take longest."""
+        served = {"drafter": self.name, **served_row(prompt_set, results, temperature)}
+        self.result.put(served)
+        if not is_simulated(prompt_set, temperature, self.options):
+            return
+        assert prompt_set.conversations is not None, "a walk needs conversations"
+        texts = {"stored text": prompt_set.conversations, "served text": served_conversations(results)}
+        walks = [
+            simulate_walk(conversations, self.target, self.drafter, f"{prompt_set.name}, {label}")
+            for label, conversations in texts.items()
+        ]
+        self.result.put(
+            served | comparison(prompt_set, results, stored=walks[0], served=walks[1]),
+            {"drafter": self.name, **simulated_row(prompt_set, walks[0])},
+        )
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -101,17 +224,36 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--also-draft-model", action="append", default=[], metavar="DRAFTER", help="another one, on the same prompts"
     )
-    add_set_argument(parser, required=True)
+    add_set_argument(parser, required=False)
     parser.add_argument("--num-prompts", type=positive, default=64, help="of each set; default 64")
     parser.add_argument("--max-tokens", type=positive, default=256, help="for sets of mere prompts; default 256")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0], metavar="T", help="default 0 1")
     parser.add_argument("--seed", type=int, default=0, help="prompt i of a set draws with seed + i")
-    parser.add_argument("--concurrency", type=positive, default=8, help="requests at once; default 8")
+    parser.add_argument(
+        "--concurrency", type=positive, default=8, help="requests at once, of all sets together; default 8"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--served-only", action="append", default=[], metavar="NAME", help="set not to be simulated")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), metavar="S", help="begin no further set after S seconds"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on with the rows that the file in --out has")
+    parser.add_argument(
+        "--join", type=Path, nargs="+", default=[], metavar="FILE", help="measure nothing; make one table of files"
+    )
     options = parser.parse_args(arguments)
-    unknown = set(options.served_only) - {file.name for file in options.sets}
+    if not options.join and not options.sets:
+        parser.error("the following arguments are required: --set")
+    if (options.join or options.resume) and options.out is None:
+        parser.error("--resume and --join need --out")
+    for what, names in (
+        ("set", [file.name for file in options.sets or ()]),
+        ("drafter", list(map(name_of, all_drafters(options)))),
+    ):
+        if len(set(names)) < len(names):
+            parser.error(f"two {what}s have the same name among {', '.join(names)}")
+    unknown = set(options.served_only) - {file.name for file in options.sets or ()}
     if unknown:
         parser.error(f"--served-only {', '.join(sorted(unknown))} is none of the sets")
     return options
@@ -124,97 +266,15 @@ def budgets(prompt_set: PromptSet, max_tokens: int) -> list[int]:
     return [len(response) for response in prompt_set.responses]
 
 
-def serve_set(
-    engine: Engine, prompt_set: PromptSet, temperature: float, options: argparse.Namespace
-) -> list[RequestResult]:
-    """Answer every prompt of a set, to a natural stop or the budget."""
+def requests_of(prompt_set: PromptSet, temperature: float, options: argparse.Namespace) -> SetToServe:
+    """What answers every prompt of a set, to a natural stop or the budget."""
     from paceline.engine.request import SamplingParameters
 
-    samplings: list[SamplingParameters] = [
+    samplings = [
         SamplingParameters(max_tokens=budget, temperature=temperature, seed=options.seed + index)
         for index, budget in enumerate(budgets(prompt_set, options.max_tokens))
     ]
-    return serve(engine, prompt_set.prompts, samplings, f"{prompt_set.name} at temperature {temperature:g}")
-
-
-def served_conversations(results: Sequence[RequestResult]) -> Conversations:
-    """Prompts and what serving wrote, as training reads conversations."""
-    import numpy as np
-
-    from paceline.training.data import Conversations
-
-    texts = [(*result.prompt_ids, *result.token_ids) for result in results]
-    marks = [[False] * len(result.prompt_ids) + [True] * len(result.token_ids) for result in results]
-    return Conversations(
-        tokens=np.concatenate([np.array(text, np.int32) for text in texts]),
-        supervised=np.concatenate([np.array(mark, bool) for mark in marks]),
-        starts=np.cumsum([0, *map(len, texts)]).astype(np.int64),
-    )
-
-
-def simulate_walk(conversations: Conversations, target: LoadedTarget, drafter: LoadedDrafter, label: str) -> Walk:
-    """Walk every response with the very modules that serve."""
-    from paceline.training.features import TargetFeatures
-    from paceline.training.simulate import simulate
-
-    features = TargetFeatures(target.model, drafter.contract.target_layer_ids)
-    committed, num_steps = [], []
-    for index in range(len(conversations)):
-        one = conversations.select([index])
-        found = simulate(drafter.model, features, one, batch_size=1, max_length=len(one.tokens), mixed_precision=False)
-        steps = sum(steps for _, steps in found.per_conversation)
-        committed.append(found.acceptance_length * steps)
-        num_steps.append(steps)
-        if (index + 1) % 8 == 0 or index + 1 == len(conversations):
-            say(f"{label}, simulated: {index + 1} of {len(conversations)} conversations")
-    return Walk(tuple(committed), tuple(num_steps))
-
-
-def served_row(prompt_set: PromptSet, results: Sequence[RequestResult], temperature: float) -> dict[str, object]:
-    """The row of one served set."""
-    found = summarise(prompt_set.name, [[Answer(result.request_id, 0, result)] for result in results])
-    return {
-        "set": prompt_set.name,
-        "temperature": temperature,
-        "acceptance_length": found.summary.acceptance_length,
-        "low": found.low,
-        "high": found.high,
-        "num_prompts": found.num_prompts,
-        "simulated": False,
-    }
-
-
-def comparison(
-    prompt_set: PromptSet, results: Sequence[RequestResult], *, stored: Walk, served: Walk
-) -> dict[str, object]:
-    """How greedy serving compares with the walks over the stored text and over its own."""
-    length = AcceptanceSummary.from_steps(record for result in results for record in result.trace.records)
-    assert prompt_set.responses is not None, "only token files are compared"
-    same = [result.token_ids == response for result, response in zip(results, prompt_set.responses, strict=True)]
-    return {
-        "over_simulated": relative_difference(length.acceptance_length, stored.interval().estimate),
-        "over_simulated_served_text": relative_difference(length.acceptance_length, served.interval().estimate),
-        "same_text": sum(same) / len(same),
-    }
-
-
-def relative_difference(served: float, simulated: float) -> float:
-    """Served over simulated, less 1."""
-    return served / simulated - 1
-
-
-def simulated_row(prompt_set: PromptSet, walk: Walk) -> dict[str, object]:
-    """The row of a simulated set."""
-    interval = walk.interval()
-    return {
-        "set": prompt_set.name,
-        "temperature": 0.0,
-        "acceptance_length": interval.estimate,
-        "low": interval.low,
-        "high": interval.high,
-        "num_prompts": interval.num_units,
-        "simulated": True,
-    }
+    return SetToServe(prompt_set.prompts, samplings)
 
 
 if __name__ == "__main__":

@@ -49,8 +49,13 @@ def make_result(name: str, rows: Sequence[Row], *, machine: str, arguments: Sequ
         "machine": machine,
         "versions": versions(),
         "lossless": all(map(is_lossless, VERIFY_METHODS)),  # of whatever method an engine may have used
-        "rows": [{key: _rounded(value) for key, value in row.items()} for row in rows],
+        "rows": [rounded(row) for row in rows],
     }
+
+
+def rounded(row: Row) -> dict[str, object]:
+    """A row as it is written: floats to five digits, none that JSON does not know."""
+    return {key: _rounded(value) for key, value in row.items()}
 
 
 def write_result(folder: Path, result: Mapping[str, object]) -> Path:

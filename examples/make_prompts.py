@@ -1,6 +1,7 @@
-"""Makes a file of prompts from templates and word lists of our own, for `make_answers.py`.
+"""Makes a file of prompts from templates and word lists of our own, which a target then answers:
 
-python examples/make_prompts.py data/prompts.jsonl --num-prompts 60000
+python -m examples.make_prompts data/prompts.jsonl --num-prompts 60000
+paceline capture prompts smollm2-135m-instruct data/answers --from data/prompts.jsonl
 
 A drafter that saw self-chat alone drafts well for self-chat: a small target asks itself narrow questions. These prompts
 are of the kinds that people send: explanations, word problems, code, rewriting, lists, letters and stories.
@@ -16,6 +17,10 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+
+from examples.prompt_functions import function_prompt
+
+from paceline.capture.exclusion import Exclusion
 
 SHARED_WORDS = 6
 
@@ -141,36 +146,17 @@ def making(rng: random.Random) -> str:
 
 
 KINDS: Sequence[tuple[Callable[[random.Random], str], float]] = (
-    (explanation, 0.3),
-    (problem, 0.25),
-    (code, 0.2),
+    (explanation, 0.28),
+    (problem, 0.22),
+    (code, 0.12),
+    (function_prompt, 0.13),
     (rewriting, 0.08),
     (making, 0.17),
 )
 
 
-def runs_of_words(text: str) -> set[tuple[str, ...]]:
-    """Every run of `SHARED_WORDS` words, in lower case and without punctuation; a shorter text is one run."""
-    tokens = re.findall(r"[a-z0-9]+", text.lower())
-    return {tuple(tokens[i : i + SHARED_WORDS]) for i in range(max(1, len(tokens) - SHARED_WORDS + 1))}
-
-
-def read_excluded(files: Sequence[Path]) -> set[tuple[str, ...]]:
-    """Runs of words in the prompts of JSONL files; a prompt is a text, or turns of which each counts."""
-    excluded: set[tuple[str, ...]] = set()
-    for file in files:
-        for line in file.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            for value in row.values():
-                texts = value if isinstance(value, list) else [value]
-                for text in texts:
-                    if isinstance(text, str) and len(text.split()) > 3:
-                        excluded |= runs_of_words(text)
-    return excluded
-
-
-def make_prompts(num_prompts: int, seed: int, excluded: set[tuple[str, ...]]) -> Iterator[str]:
-    """Different prompts, none of which shares a run of words with `excluded`."""
+def make_prompts(num_prompts: int, seed: int, excluded: Exclusion) -> Iterator[str]:
+    """Different prompts, none of which shares a run of words with what is excluded."""
     rng = random.Random(seed)
     makers, weights = zip(*KINDS, strict=True)
     seen: set[str] = set()
@@ -178,7 +164,7 @@ def make_prompts(num_prompts: int, seed: int, excluded: set[tuple[str, ...]]) ->
     while len(seen) < num_prompts and attempts < 20 * num_prompts:
         attempts += 1
         text = rng.choices(makers, weights=weights)[0](rng)
-        if text not in seen and not runs_of_words(text) & excluded:
+        if text not in seen and not excluded.covers(text):
             seen.add(text)
             yield text
 
@@ -191,7 +177,7 @@ def main() -> None:
     parser.add_argument("--exclude", type=Path, nargs="*", default=[Path("prompts/first.jsonl")], metavar="FILE")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    made = list(make_prompts(arguments.num_prompts, arguments.seed, read_excluded(arguments.exclude)))
+    made = list(make_prompts(arguments.num_prompts, arguments.seed, Exclusion(arguments.exclude, SHARED_WORDS)))
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in made), encoding="utf-8")
     print(f"{len(made)} prompts, seed {arguments.seed}: {arguments.output}")

@@ -40,6 +40,8 @@ class ByteTokenizer:
         pieces: id to bytes, for tokens that cut characters anywhere.
     """
 
+    has_chat_template = False
+
     def __init__(self, pieces: Mapping[int, bytes] | None = None) -> None:
         self.pieces = {index: bytes([index]) for index in range(256)} | dict(pieces or {})
 

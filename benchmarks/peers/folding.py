@@ -42,12 +42,13 @@ def fold_tap_norms(
 
 def median_inverse_sizes(contract: DrafterContract, target: LoadedTarget, texts: Sequence[Sequence[int]]) -> Tensor:
     """Median of 1 / rms of every tapped stream, over all positions of all texts; float32, one per tap."""
+    from paceline.training.data import Batch
     from paceline.training.features import TargetFeatures
 
     features = TargetFeatures(target.model, contract.target_layer_ids)
     sizes = []
     for text in texts:
-        taps = features(torch.tensor([list(text)])).taps
+        taps = features(Batch.of_rows(torch.tensor([list(text)]))).taps
         sizes.append(torch.stack([tap[0].float().pow(2).mean(-1) for tap in taps]))
     inverse = (torch.cat(sizes, dim=1) + contract.rms_norm_eps).rsqrt()
     return inverse.median(dim=1).values

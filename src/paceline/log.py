@@ -11,7 +11,7 @@ import sys
 from typing import TextIO
 
 ROOT_NAME = "paceline"
-_OWN_HANDLER = "paceline-stderr"
+OWN_HANDLER = "paceline-stderr"
 
 
 def get_logger(name: str = ROOT_NAME) -> logging.Logger:
@@ -52,11 +52,11 @@ def configure_logging(
         stream: where to write instead of stderr.
     """
     logger = get_logger()
-    for handler in [handler for handler in logger.handlers if handler.get_name() == _OWN_HANDLER]:
+    for handler in [handler for handler in logger.handlers if handler.get_name() == OWN_HANDLER]:
         logger.removeHandler(handler)
     target = stream if stream is not None else sys.stderr
     handler = _rich_handler(target) if color and target.isatty() else _plain_handler(target)
-    handler.set_name(_OWN_HANDLER)
+    handler.set_name(OWN_HANDLER)
     prefix = f"[rank {rank}] " if rank is not None else ""
     handler.setFormatter(_LevelFormatter(prefix))
     logger.addHandler(handler)

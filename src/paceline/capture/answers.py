@@ -1,122 +1,169 @@
-"""Training conversations from prompts that are given: the target answers each of them.
+"""Answers of the target to prompts that are given; in chats of several turns it answers each of them, in order.
 
-Rows of a batch advance in lockstep, whatever the length of their prompts: a row takes its prompt token by token, then
-goes on by itself. Prompts of similar length go together, so few rows idle.
-
-B rows, S tokens.
+The history of a later turn holds the target's own earlier answers, rendered as a client would send them again. Every
+answer is a row of its own, whose prompt is that history.
 """
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-import numpy as np
-import torch
-
-from paceline.capture.lockstep import Lockstep, draw_tokens
-from paceline.capture.token_file import Conversation
-from paceline.errors import RequestError
+from paceline.capture.given_prompts import GivenPrompt, GivenPrompts, Message
+from paceline.capture.rows import CapturedRow, ShardContent
+from paceline.capture.sampling import AnswerSampling
+from paceline.capture.writer import Progress, Writer
+from paceline.errors import DataError, RequestError
 from paceline.models.loading import LoadedTarget
-from paceline.models.targets.dense import DenseTarget
 
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class AnswerSettings:
-    """How prompts are answered.
-
-    Attributes:
-        batch_size: rows at a time.
-        max_answer_tokens: an answer is cut there and kept.
-        greedy_share: share of prompts answered greedily; the rest at `temperature`.
-        temperature: of the other answers.
-        seed: of all draws.
-    """
-
-    batch_size: int = 4096
-    max_answer_tokens: int = 320
-    greedy_share: float = 0.75
-    temperature: float = 0.8
-    seed: int = 0
+_TEMPLATE_TOKENS = 32  # of a turn, more or less: what a template puts around its text
 
 
-def answer_prompts(
-    target: LoadedTarget, prompts: Sequence[Sequence[int]], settings: AnswerSettings
-) -> Iterator[Conversation]:
-    """Answer every prompt once, batch by batch, shortest prompts first.
+@dataclass
+class _Chat:
+    """A chat on its way: what is answered next, and what was said so far."""
+
+    prompt: GivenPrompt
+    turn: int = 0
+    answers: dict[int, str] = field(default_factory=dict)  # by the index of their question
+
+    def history(self) -> list[Message]:
+        """Messages up to the next question, with the target's own answers for those that were given."""
+        messages: list[Message] = []
+        question = self.prompt.questions[self.turn]
+        for index, message in enumerate(self.prompt.messages[: question + 1]):
+            replaced = message["role"] == "assistant" and index - 1 in self.answers
+            messages.append({"role": "assistant", "content": self.answers[index - 1]} if replaced else message)
+        return messages
+
+
+class Answers:
+    """A source of conversations from a file of prompts; a row follows from its prompt, its id and the seed.
 
     Args:
-        target: loaded with plain linears; a GPU makes this worth while.
-        prompts: token ids of each, template included, up to where the answer begins.
-        settings: see above.
+        target: what answers.
+        given: prompts, sorted out.
+        sampling: of the answers.
+        max_prompt_tokens: prompts beyond are dropped; None refuses those that do not fit into the context.
     Raises:
-        RequestError: a prompt is empty, or has no room for its answer in the target's context.
+        DataError: a prompt leaves no room for an answer in the target's context; names its line.
+        RequestError: the target has no chat template, or it refuses a chat.
     """
-    limit = target.model.position_table.shape[0] - settings.max_answer_tokens
-    for index, prompt in enumerate(prompts):
-        if not 0 < len(prompt) <= limit:
-            raise RequestError(
-                f"prompt {index} has {len(prompt)} tokens; beside {settings.max_answer_tokens} of an answer the target "
-                f"has room for 1 to {limit}",
-                hint="shorter prompts, or fewer tokens per answer",
+
+    def __init__(
+        self,
+        target: LoadedTarget,
+        given: GivenPrompts,
+        sampling: AnswerSampling,
+        *,
+        max_prompt_tokens: int | None = None,
+    ) -> None:
+        self._target, self._given, self._sampling = target, given, sampling
+        self._limit = target.model.position_table.shape[0] - sampling.max_answer_tokens
+        self._most = min(self._limit, max_prompt_tokens or self._limit)
+        self._max_prompt_tokens = max_prompt_tokens
+        self.dropped = list(given.dropped)
+        self._prompts: list[GivenPrompt] = []
+        self._longest = 1
+        for prompt in given.prompts:
+            length = len(self._encoded(_Chat(prompt)))
+            if length <= self._most:
+                self._prompts.append(prompt)
+                self._longest = max(self._longest, self._foreseen_length(prompt, length))
+            elif max_prompt_tokens is None:
+                raise DataError(
+                    f"a prompt has {length} tokens; beside {sampling.max_answer_tokens} of an answer the target has "
+                    f"room for {self._limit}",
+                    origin={"prompts": prompt.place, "target": target.contract.origin},
+                    hint=f"--max-prompt-tokens {max(1, self._limit)}, which leaves longer prompts out, or fewer tokens "
+                    "per answer",
+                )
+            else:
+                self.dropped.append((prompt.id, "prompt too long"))
+        if not self._prompts:
+            raise DataError(
+                f"all {len(given.prompts)} prompts have more than {self._most} tokens",
+                origin={"prompts": given.name},
+                hint="a larger --max-prompt-tokens, or fewer tokens per answer",
             )
-    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-    generator = torch.Generator(target.model.norm.weight.device).manual_seed(settings.seed)
-    began, num_done, num_tokens = time.perf_counter(), 0, 0
-    for first in range(0, len(order), settings.batch_size):
-        batch = [prompts[index] for index in order[first : first + settings.batch_size]]
-        for conversation in _one_batch(target.model, batch, settings, generator):
-            num_tokens += len(conversation.answer_ids)
-            yield conversation
-        num_done += len(batch)
-        _log.info(
-            "%d of %d prompts, %d answer tokens, %.0f tokens/s",
-            num_done,
-            len(order),
-            num_tokens,
-            num_tokens / (time.perf_counter() - began),
-        )
+        self._most = min(self._most, self.context_length() - sampling.max_answer_tokens)
 
+    @property
+    def num_items(self) -> int:
+        """Chats that are answered."""
+        return len(self._prompts)
 
-@torch.inference_mode()
-def _one_batch(
-    model: DenseTarget, prompts: list[Sequence[int]], settings: AnswerSettings, generator: torch.Generator
-) -> list[Conversation]:
-    device = model.norm.weight.device
-    size, longest = len(prompts), max(map(len, prompts))
-    length = longest + settings.max_answer_tokens
-    starts_B = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    prompts_BS = torch.zeros(size, longest, dtype=torch.int64)
-    for row, prompt in enumerate(prompts):
-        prompts_BS[row, : len(prompt)] = torch.tensor(prompt)
-    ids_BS = torch.zeros(size, length, dtype=torch.int64, device=device)
-    ids_BS[:, :longest] = prompts_BS.to(device)
-    stop_ids = torch.tensor(model.contract.stop_token_ids, dtype=torch.int64, device=device)
-    is_greedy_B = torch.rand(size, device=device, generator=generator) < settings.greedy_share
-    temperature_B = torch.full((size,), settings.temperature, device=device)
-    ends_B = starts_B + settings.max_answer_tokens
-    is_done_B = torch.zeros(size, dtype=torch.bool, device=device)
-    cache = Lockstep(model, size, length)
-    shortest = int(starts_B.min())
-    hidden = model(ids_BS[:, :shortest], torch.arange(shortest, device=device).expand(size, -1), cache)
-    cache.length = shortest
-    for position in range(shortest, length):
-        logits = model.logits(hidden[:, -1])
-        chosen_B = torch.where(is_greedy_B, logits.argmax(-1), draw_tokens(logits, temperature_B, generator))
-        is_answer_B = position >= starts_B
-        chosen_B = torch.where(is_answer_B, chosen_B, ids_BS[:, position])
-        ids_BS[:, position] = chosen_B
-        is_stop_B = is_answer_B & ~is_done_B & torch.isin(chosen_B, stop_ids)
-        ends_B = torch.where(is_stop_B, position + 1, ends_B)
-        is_done_B |= is_stop_B | (position + 1 >= ends_B)
-        if position % 32 == 0 and bool(is_done_B.all()):
-            break
-        hidden = model(chosen_B[:, None], torch.full((size, 1), position, device=device), cache)
-        cache.length = position + 1
-    rows: np.ndarray = ids_BS.cpu().numpy()
-    bounds = zip(rows, starts_B.tolist(), ends_B.tolist(), strict=True)
-    return [Conversation(row[:start], row[start:end]) for row, start, end in bounds]
+    def plan(self) -> dict[str, object]:
+        """What the rows follow from, beside target and sampling."""
+        return {
+            "kind": "prompts",
+            "file": {"name": self._given.name, "sha256": self._given.sha256},
+            "chats": self.num_items,
+            "max_prompt_tokens": self._max_prompt_tokens,
+        }
+
+    def context_length(self) -> int:
+        """Tokens of the longest prompt with its answer, as far as that can be foreseen."""
+        return min(self._limit, self._longest) + self._sampling.max_answer_tokens
+
+    def shard(self, rows: range, writer: Writer, on_progress: Progress | None = None) -> ShardContent:
+        """Answer some of the chats: the first question of all of them, then the second, and so on."""
+        content: list[CapturedRow] = []
+        dropped: list[tuple[str, str]] = []
+        chats = [_Chat(self._prompts[row]) for row in rows]
+        while chats:
+            chats = self._one_turn(chats, writer, content, dropped, on_progress)
+        order = {self._prompts[row].id: row for row in rows}
+        return ShardContent(sorted(content, key=lambda row: (order[row.id], row.turn)), dropped)
+
+    def _one_turn(
+        self,
+        chats: Sequence[_Chat],
+        writer: Writer,
+        content: list[CapturedRow],
+        dropped: list[tuple[str, str]],
+        on_progress: Progress | None,
+    ) -> list[_Chat]:
+        """Answer one question of each chat; returns those that have another one."""
+        asked: list[tuple[_Chat, list[int]]] = []
+        for chat in chats:
+            prompt_ids = self._encoded(chat)
+            if len(prompt_ids) <= self._most:
+                asked.append((chat, prompt_ids))
+            else:
+                dropped.append((chat.prompt.id, "history too long"))
+        requests = [self._sampling.request(chat.prompt.id, chat.turn, ids) for chat, ids in asked]
+        going_on = []
+        tell_tokens = None if on_progress is None else (lambda _, num_tokens: on_progress(0, num_tokens))
+        passages = writer.write(requests, tell_tokens) if requests else []
+        for (chat, _), request, passage in zip(asked, requests, passages, strict=True):
+            if passage.end == "error":
+                dropped.append((chat.prompt.id, "bad numbers"))
+                continue
+            content.append(CapturedRow(chat.prompt.id, chat.turn, request, passage))
+            questions = chat.prompt.questions
+            if chat.turn + 1 == len(questions):
+                continue
+            if passage.end != "stop":
+                dropped.append((chat.prompt.id, "turns behind a cut answer"))
+                continue
+            chat.answers[questions[chat.turn]] = self._target.tokenizer.decode(list(passage.token_ids[:-1]))
+            chat.turn += 1
+            going_on.append(chat)
+        if on_progress is not None:
+            on_progress(len(chats) - len(going_on), 0)
+        return going_on
+
+    def _encoded(self, chat: _Chat) -> list[int]:
+        try:
+            return self._target.tokenizer.encode_chat(chat.history())
+        except RequestError as error:
+            raise RequestError(error.message, origin={"prompts": chat.prompt.place, **error.origin}) from error
+
+    def _foreseen_length(self, prompt: GivenPrompt, first: int) -> int:
+        """Tokens of the last prompt of a chat if every answer is as long as it may be; an upper bound, as a rule."""
+        questions = prompt.questions
+        later = prompt.messages[questions[0] + 1 :]
+        texts = [m["content"] for m in later if m["role"] != "assistant"]
+        text_tokens = sum(len(self._target.tokenizer.encode(text)) + _TEMPLATE_TOKENS for text in texts)
+        return first + text_tokens + (len(questions) - 1) * (self._sampling.max_answer_tokens + _TEMPLATE_TOKENS)

@@ -1,98 +1,121 @@
-"""Training conversations from the target alone: it writes the user's turn at temperature 1, then answers it.
+"""Prompts and answers from the target alone: it writes the user's turn at temperature 1, then answers it.
 
-All rows of a batch open with the same template text and advance one token a step in lockstep, so positions are equal
-across the batch, no row is padded and attention needs no mask. Rows whose user turn has ended take the template's
-closing tokens one by one; rows whose answer has ended run along idle until the batch is done.
+Every row opens with the same template text. A user turn that does not end by itself, is empty, loops, occurred before
+or shares words with what is excluded is dropped before it is answered.
 """
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from paceline.capture.lockstep import Lockstep, draw_tokens
-from paceline.capture.token_file import Conversation
+from paceline.capture.exclusion import Exclusion
+from paceline.capture.rows import CapturedRow, ShardContent
+from paceline.capture.sampling import AnswerSampling
+from paceline.capture.writer import Passage, PassageRequest, Progress, Writer, key_number
 from paceline.errors import CompatibilityError
 from paceline.models.loading import LoadedTarget
-from paceline.models.targets.dense import DenseTarget
 
-_log = logging.getLogger(__name__)
-
-_USER, _TEMPLATE, _ANSWER, _DONE = range(4)
+_USER_TEMPERATURE = 1.0  # what the target would ask, as it would ask it
 
 
 @dataclass(frozen=True)
-class SelfChatSettings:
-    """What to generate.
+class SelfChat:
+    """A source of conversations, row by row; a row follows from its index and the seed.
 
     Attributes:
-        num_conversations: rows started; duplicates of a user turn are dropped afterwards.
-        batch_size: rows at a time.
+        target: what asks and answers.
+        num_items: rows started; fewer are kept.
         max_user_tokens: a longer user turn is dropped, since it was cut.
-        max_answer_tokens: an answer is cut there and kept.
-        greedy_share: share of rows answered greedily; the rest at `temperature`.
-        temperature: of the other answers.
-        seed: of all draws.
+        sampling: of the answers.
+        exclusion: what may not be asked.
     """
 
-    num_conversations: int
-    batch_size: int = 4096
-    max_user_tokens: int = 98
-    max_answer_tokens: int = 320
-    greedy_share: float = 0.75
-    temperature: float = 0.8
-    seed: int = 0
+    target: LoadedTarget
+    num_items: int
+    max_user_tokens: int
+    sampling: AnswerSampling
+    exclusion: Exclusion
 
+    def plan(self) -> dict[str, object]:
+        """What the rows follow from, beside target and sampling."""
+        return {"kind": "self_chat", "rows": self.num_items, "max_user_tokens": self.max_user_tokens}
 
-def generate_self_chat(target: LoadedTarget, settings: SelfChatSettings) -> Iterator[Conversation]:
-    """Generate batch by batch; user turns that were cut, are empty or occurred before are dropped.
+    def context_length(self) -> int:
+        """Tokens of the longest conversation.
 
-    Args:
-        target: loaded with plain linears; a GPU makes this worth while.
-        settings: see above.
-    Raises:
-        CompatibilityError: the target's chat template does not put the user's text between fixed parts, or the longest
-            conversation has no room in its context.
-        RequestError: the target has no chat template.
-    """
-    opening, closing = template_around_user(target)
-    longest = len(opening) + settings.max_user_tokens + len(closing) + settings.max_answer_tokens
-    if longest > target.model.position_table.shape[0]:
-        raise CompatibilityError(
-            f"a conversation may take {longest} tokens; the target has positions for "
-            f"{target.model.position_table.shape[0]}",
-            origin={"target": target.contract.origin},
-            hint="fewer tokens per answer or per user turn",
+        Raises:
+            CompatibilityError: the template cannot be used, or that conversation has no room in the target's context.
+        """
+        opening, closing = template_around_user(self.target)
+        longest = len(opening) + self.max_user_tokens + len(closing) + self.sampling.max_answer_tokens
+        limit = self.target.model.position_table.shape[0]
+        if longest > limit:
+            raise CompatibilityError(
+                f"a conversation may take {longest} tokens; the target has positions for {limit}",
+                origin={"target": self.target.contract.origin},
+                hint="fewer tokens per answer or per user turn",
+            )
+        return longest
+
+    def shard(self, rows: range, writer: Writer, on_progress: Progress | None = None) -> ShardContent:
+        """Ask and answer some of the rows."""
+        opening, closing = template_around_user(self.target)
+        names = [f"self-{row}" for row in rows]
+        asked = writer.write(
+            [
+                PassageRequest(
+                    opening, self.max_user_tokens, _USER_TEMPERATURE, 1.0, key_number(self.sampling.seed, "ask", name)
+                )
+                for name in names
+            ],
+            None if on_progress is None else lambda passages, tokens: on_progress(0, tokens),
         )
-    generator = torch.Generator(target.model.norm.weight.device).manual_seed(settings.seed)
-    seen: set[bytes] = set()
-    began, num_tokens = time.perf_counter(), 0
-    for first in range(0, settings.num_conversations, settings.batch_size):
-        size = min(settings.batch_size, settings.num_conversations - first)
-        for conversation in _one_batch(target.model, opening, closing, size, settings, generator):
-            key = conversation.prompt_ids.tobytes()
-            if key not in seen:
-                seen.add(key)
-                num_tokens += len(conversation.answer_ids)
-                yield conversation
-        _log.info(
-            "%d conversations, %d answer tokens, %.0f tokens/s",
-            len(seen),
-            num_tokens,
-            num_tokens / (time.perf_counter() - began),
-        )
+        dropped: list[tuple[str, str]] = []
+        kept: dict[tuple[int, ...], str] = {}
+        for name, passage in zip(names, asked, strict=True):
+            reason = self._refuse(passage, closing) or ("repeated" if passage.token_ids in kept else None)
+            if reason is None:
+                kept[passage.token_ids] = name
+            else:
+                dropped.append((name, reason))
+        if on_progress is not None:
+            on_progress(len(dropped), 0)
+        requests = [
+            self.sampling.request(name, 0, [*opening, *user_ids, *closing[1:]]) for user_ids, name in kept.items()
+        ]
+        rows_out = []
+        for name, request, answer in zip(
+            kept.values(), requests, writer.write(requests, on_progress) if requests else [], strict=True
+        ):
+            if answer.end == "error":
+                dropped.append((name, "bad numbers"))
+            else:
+                rows_out.append(CapturedRow(name, 0, request, answer))
+        return ShardContent(rows_out, dropped)
+
+    def _refuse(self, passage: Passage, closing: Sequence[int]) -> str | None:
+        """Why a user turn is not answered; the end token that closes it is its last token."""
+        if passage.end == "error":
+            return "bad numbers"
+        if passage.end != "stop":
+            return "user turn cut" if passage.end == "length" else "user turn loops"
+        if passage.token_ids[-1] != closing[0]:
+            return "user turn stops otherwise"
+        if len(passage.token_ids) == 1:
+            return "empty user turn"
+        if self.exclusion.covers(self.target.tokenizer.decode(list(passage.token_ids[:-1]))):
+            return "excluded"
+        return None
 
 
 def template_around_user(target: LoadedTarget) -> tuple[list[int], list[int]]:
     """Token ids that the chat template puts before and after the user's first turn, up to the answer.
 
     Raises:
-        CompatibilityError: see `generate_self_chat`.
+        CompatibilityError: the template does not put the user's text between fixed parts, the second of which opens
+            with a stop token.
+        RequestError: the target has no chat template.
     """
     renders = [target.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in ("0", "yes")]
     shorter = min(map(len, renders))
@@ -106,70 +129,3 @@ def template_around_user(target: LoadedTarget) -> tuple[list[int], list[int]]:
             hint="prompts from a file instead",
         )
     return opening, closing
-
-
-@torch.inference_mode()
-def _one_batch(
-    model: DenseTarget,
-    opening: list[int],
-    closing: list[int],
-    size: int,
-    settings: SelfChatSettings,
-    generator: torch.Generator,
-) -> list[Conversation]:
-    device = model.norm.weight.device
-    length = len(opening) + settings.max_user_tokens + len(closing) + settings.max_answer_tokens
-    cache = Lockstep(model, size, length)
-    end_of_turn = closing[0]
-    ids = torch.full((size, length + 1), end_of_turn, dtype=torch.int64, device=device)
-    ids[:, : len(opening)] = torch.tensor(opening, device=device)
-    phase = torch.full((size,), _USER, device=device)
-    answer_start = torch.full((size,), length, device=device)
-    answer_end = torch.full((size,), length, device=device)
-    forced = torch.tensor([*closing, end_of_turn], device=device)
-    forced_index = torch.zeros(size, dtype=torch.int64, device=device)
-    stop_ids = torch.tensor(model.contract.stop_token_ids, device=device)
-    is_greedy = torch.rand(size, device=device, generator=generator) < settings.greedy_share
-    hidden = model(ids[:, : len(opening)], torch.arange(len(opening), device=device).expand(size, -1), cache)
-    cache.length = len(opening)
-    for position in range(len(opening), length):
-        logits = model.logits(hidden[:, -1])
-        temperature = torch.where(phase == _USER, 1.0, settings.temperature)
-        drawn = draw_tokens(logits, temperature, generator)
-        chosen = torch.where(is_greedy & (phase == _ANSWER), logits.argmax(-1), drawn)
-        chosen = torch.where(phase == _TEMPLATE, forced[forced_index], chosen)
-        chosen = torch.where(phase == _DONE, end_of_turn, chosen)
-        ids[:, position] = chosen
-
-        # Phases move on after the token: a user turn that ends has written closing[0] itself.
-        # An answer ends where serving would end it, at any stop token.
-        is_stop = torch.isin(chosen, stop_ids)
-        ended_answer = (phase == _ANSWER) & (is_stop | (position + 1 - answer_start >= settings.max_answer_tokens))
-        answer_end = torch.where(ended_answer, position + 1, answer_end)
-        template_over = (phase == _TEMPLATE) & (forced_index + 1 >= len(closing))
-        answer_start = torch.where(template_over, position + 1, answer_start)
-        ended_user = (phase == _USER) & (chosen == end_of_turn)
-        is_too_long = position + 1 - len(opening) >= settings.max_user_tokens
-        is_lost = (phase == _USER) & ~ended_user & (is_stop | is_too_long)
-        forced_index = torch.where(phase == _TEMPLATE, forced_index + 1, forced_index)
-        forced_index = torch.where(ended_user, 1, forced_index)
-        phase = torch.where(ended_answer | is_lost, _DONE, phase)
-        phase = torch.where(template_over, _ANSWER, phase)
-        phase = torch.where(ended_user, _TEMPLATE, phase)
-        if position % 32 == 0 and bool((phase == _DONE).all()):
-            break
-        hidden = model(chosen[:, None], torch.full((size, 1), position, device=device), cache)
-        cache.length = position + 1
-    return _collect(ids, answer_start, answer_end, phase, shortest_prompt=len(opening) + len(closing))
-
-
-def _collect(
-    ids: Tensor, answer_start: Tensor, answer_end: Tensor, phase: Tensor, *, shortest_prompt: int
-) -> list[Conversation]:
-    """Rows that have an answer and a user turn; the empty user turn's prompt is template alone."""
-    rows, starts, ends = ids.cpu().numpy(), answer_start.tolist(), answer_end.tolist()
-    conversations = []
-    for row, start, end, is_done in zip(rows, starts, ends, (phase == _DONE).tolist(), strict=True):
-        if is_done and shortest_prompt < start < end:
-            conversations.append(Conversation(row[:start], row[start:end]))
-    return conversations

@@ -6,7 +6,7 @@ conversation. Needs no torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,13 +88,44 @@ def write_token_file(path: Path, conversations: Sequence[Conversation]) -> None:
     Raises:
         CapacityError: the disk is full.
     """
+    with replacing(path) as unfinished:
+        save_arrays(unfinished, token_arrays(conversations))
+
+
+def save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write a compressed .npz under exactly this name; equal arrays give equal bytes, since no time is stored."""
+    save: Callable[..., None] = np.savez_compressed
+    with path.open("wb") as file:
+        save(file, **arrays)
+
+
+def token_arrays(conversations: Sequence[Conversation]) -> dict[str, np.ndarray]:
+    """The arrays of a token file, ids as narrow as they fit."""
     pieces = [piece for c in conversations for piece in (c.prompt_ids, c.answer_ids)]
     tokens = np.concatenate(pieces) if pieces else np.empty(0, np.int64)
-    dtype = np.uint16 if tokens.size == 0 or tokens.max() < 2**16 else np.uint32
-    with replacing(path) as unfinished, unfinished.open("wb") as file:
-        np.savez_compressed(
-            file,
-            tokens=tokens.astype(dtype),
-            prompt_len=np.array([len(c.prompt_ids) for c in conversations], np.uint32),
-            response_len=np.array([len(c.answer_ids) for c in conversations], np.uint32),
-        )
+    return {
+        "tokens": tokens.astype(np.uint16 if tokens.size == 0 or tokens.max() < 2**16 else np.uint32),
+        "prompt_len": np.array([len(c.prompt_ids) for c in conversations], np.uint32),
+        "response_len": np.array([len(c.answer_ids) for c in conversations], np.uint32),
+    }
+
+
+def join_token_files(parts: Sequence[TokenFile]) -> TokenFile:
+    """All conversations of several files, in order."""
+    lengths = [np.diff(part.starts) for part in parts]
+    return TokenFile(
+        tokens=np.concatenate([part.tokens for part in parts] or [np.empty(0, np.int64)]),
+        starts=np.concatenate([[0], np.cumsum(np.concatenate(lengths or [np.empty(0, np.int64)]))]).astype(np.int64),
+        prompt_lengths=np.concatenate([part.prompt_lengths for part in parts] or [np.empty(0, np.int64)]),
+    )
+
+
+def select_conversations(file: TokenFile, kept: Sequence[int] | np.ndarray) -> TokenFile:
+    """Some of a file's conversations, copied."""
+    spans = [slice(int(file.starts[index]), int(file.starts[index + 1])) for index in kept]
+    lengths = np.array([span.stop - span.start for span in spans], np.int64)
+    return TokenFile(
+        tokens=np.concatenate([file.tokens[span] for span in spans] or [np.empty(0, np.int64)]),
+        starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        prompt_lengths=file.prompt_lengths[np.asarray(kept, np.int64)],
+    )

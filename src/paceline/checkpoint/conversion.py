@@ -19,7 +19,13 @@ from paceline.checkpoint.contract import DrafterContract, TargetContract
 from paceline.checkpoint.dialects import Dialect, DrafterFiles, read_drafter
 from paceline.checkpoint.dialects.files import CONFIG_FILE, MASK_FILE
 from paceline.checkpoint.dialects.keys import UNSTATED
-from paceline.checkpoint.export import DEQUANTIZED_MARK, FINGERPRINT_FILE, PROVENANCE_FILE, write_drafter_folder
+from paceline.checkpoint.export import (
+    DEQUANTIZED_MARK,
+    FINGERPRINT_FILE,
+    PROVENANCE_FILE,
+    TOKEN_COUNTS_FILE,
+    write_drafter_folder,
+)
 from paceline.checkpoint.gguf import open_gguf
 from paceline.checkpoint.locate import read_json
 from paceline.checkpoint.names import drafter_slots
@@ -104,7 +110,7 @@ def convert_drafter(
     contract = contract if tables is None else complete_contract(contract, tables.contract)
     _require_stated(contract, dialect)
     contract, tensors, dropped, added = _fit_copies(contract, tensors, dialect, tables, files.draft_to_target)
-    fingerprint, history = folder / FINGERPRINT_FILE, folder / PROVENANCE_FILE
+    fingerprint, history, counts = folder / FINGERPRINT_FILE, folder / PROVENANCE_FILE, folder / TOKEN_COUNTS_FILE
     marked = _marked(fingerprint, files.contract.quantization)
     provenance = read_json(history) if history.is_file() else {}
     step = {"from": files.dialect, "to": dialect, "dequantized_from": files.contract.quantization}
@@ -119,7 +125,10 @@ def convert_drafter(
         dialect=dialect,
         draft_to_target=files.draft_to_target,
         mask_embedding=files.mask_embedding,
-        extra_files=[fingerprint] if fingerprint.is_file() and marked is None else [],
+        extra_files=[
+            *([fingerprint] if fingerprint.is_file() and marked is None else []),
+            *([counts] if counts.is_file() else []),
+        ],
     )
     others = sorted(entry.name for entry in folder.iterdir())
     return Conversion(

@@ -45,6 +45,8 @@ from paceline.errors import CheckpointError
 FINGERPRINT_FILE = "fingerprint.safetensors"
 DEQUANTIZED_MARK = "dequantized_from"  # tensor of bytes in a fingerprint: the scheme that its drafter's weights were in
 PROVENANCE_FILE = "provenance.json"
+TOKEN_COUNTS_FILE = "token_counts.safetensors"  # how often each target id is in the training data's answers
+TOKEN_COUNTS = "token_counts"  # its one tensor, int64 [target vocabulary]
 _OUR_FILES = frozenset({CONFIG_FILE, INDEX_FILE, PROVENANCE_FILE, MASK_FILE, "hf_quant_config.json"})
 
 
@@ -58,6 +60,7 @@ def write_drafter_folder(
     dialect: Dialect | None = None,
     draft_to_target: Tensor | None = None,
     mask_embedding: Tensor | None = None,
+    token_counts: Tensor | None = None,
     extra_files: Sequence[Path] = (),
 ) -> None:
     """Write a drafter folder.
@@ -75,6 +78,8 @@ def write_drafter_folder(
         draft_to_target: int64 [draft vocabulary], the target id of every draft id; just where the contract has a
             vocabulary of its own. Stored as offsets (`d2t`) and as a mark on every target id (`t2d`).
         mask_embedding: float [D], what replaces the mask token's embedding; just where the contract says so.
+        token_counts: int64 [target vocabulary], how often each id is in the answers trained on: an engine may draft
+            from the frequent ones.
         extra_files: files to copy in under their own names, such as a tokenizer's.
     Raises:
         CheckpointError: the folder exists and is not a drafter's, the tensors do not match the contract or hold NaN or
@@ -86,6 +91,8 @@ def write_drafter_folder(
     _refuse_foreign_folder(folder)
     _check_tensors(contract, tensors)
     _check_mask(contract, mask_embedding)
+    if token_counts is not None:
+        require_token_counts(token_counts, contract.target_vocab_size, str(folder / TOKEN_COUNTS_FILE))
     stored_names = file_names(contract, layout)
     stored = {stored_names[name]: tensor for name, tensor in tensors.items()}
     stored |= _vocabulary_tables(contract, draft_to_target)
@@ -109,6 +116,8 @@ def write_drafter_folder(
             write_index(temporary)
             if fingerprint is not None:
                 save_safetensors(temporary / FINGERPRINT_FILE, _apart(fingerprint), {})
+            if token_counts is not None:
+                save_safetensors(temporary / TOKEN_COUNTS_FILE, {TOKEN_COUNTS: token_counts.long()}, {})
             if mask_embedding is not None:
                 _save_mask(temporary / MASK_FILE, mask_embedding, contract.mask_token_id)
             write_text_atomic(temporary / PROVENANCE_FILE, history)
@@ -139,6 +148,30 @@ def split_fused(parameters: Mapping[str, Tensor], destinations: Mapping[str, Des
         name: parameters[place.parameter].detach()[slice(*(place.rows or (None, None)))]
         for name, place in destinations.items()
     }
+
+
+def require_token_counts(counts: Tensor, vocab_size: int | None, origin: str) -> None:
+    """Refuse counts that cannot be those of a target's ids.
+
+    Args:
+        counts: as given or stored.
+        vocab_size: of the target; None where it is not known.
+        origin: the file, for messages.
+    Raises:
+        CheckpointError: says what is wrong with them.
+    """
+    hint = "`paceline capture counts FILES... --into DRAFTER` writes the file again"
+    length = counts.shape[0] if vocab_size is None and counts.dim() == 1 else vocab_size
+    if counts.dtype not in (torch.int32, torch.int64) or tuple(counts.shape) != (length,):
+        raise CheckpointError(
+            f"the token counts are {counts.dtype} {list(counts.shape)}; expected whole numbers, one for each of the "
+            f"target's {vocab_size or ''} ids".replace("  ", " "),
+            origin={"counts": origin},
+            hint=hint,
+        )
+    if not len(counts) or int(counts.min()) < 0 or not bool(counts.any()):
+        what = "negative" if len(counts) and int(counts.min()) < 0 else "all 0"
+        raise CheckpointError(f"the token counts are {what}", origin={"counts": origin}, hint=hint)
 
 
 def _refuse_foreign_folder(folder: Path) -> None:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from paceline.checkpoint.contract import DrafterContract, TargetContract
     from paceline.configuration.run import TrainRun
 
-_MASTER_BYTES = 16  # per trained parameter: float32 value, gradient and two moments
 _SAVED_PER_LAYER = 20  # activations that a decoder layer keeps for its gradient, in widths per row
+_EVALUATED_ROWS = 8192  # whose scores exist at the same time while drafts are drawn in an evaluation
 _SHARE_OF_PEAK = 0.3  # of a bare matrix product's speed, in training as a whole
 _MIB = 2**20
 
@@ -53,7 +53,6 @@ def estimate_run(run: TrainRun, *, offline: bool) -> dict[str, object]:
     from paceline.checkpoint.locate import locate_target
     from paceline.checkpoint.target_config import read_target_contract
     from paceline.checkpoint.tokenizer import open_tokenizer
-    from paceline.models.loading import resolve_device, resolve_dtype
     from paceline.training.contract import drafter_contract
     from paceline.training.data import join, read_conversations, split_held_out
 
@@ -70,21 +69,20 @@ def estimate_run(run: TrainRun, *, offline: bool) -> dict[str, object]:
     train = join([learned for learned, _ in splits])
     mean_length = float(numpy.minimum(numpy.diff(train.starts), run.data.max_length).mean())
     rows = run.schedule.batch_size * run.schedule.accumulation
-    device = resolve_device(run.device)
-    is_gpu = device.type == "cuda"
-    weight_bytes = resolve_dtype(run.target.dtype, device).itemsize
     operations = _operations_per_step(run, target, drafter, rows, mean_length)
-    seconds = operations * run.schedule.num_steps / (_product_speed(run.device, is_gpu) * _SHARE_OF_PEAK)
+    terms = memory_terms(run, target, drafter, mean_length)
     return {
         "num_conversations": len(train),
         "num_held_out": sum(len(kept) for _, kept in splits),
         "num_supervised_tokens": train.num_supervised,
         "mean_length_tokens": round(mean_length, 1),
         "num_epochs": round(rows * run.schedule.num_steps / len(train), 2),
+        "num_target_parameters": num_target_parameters(target),
         "num_trained_parameters": num_drafter_parameters(drafter),
-        "memory_mib": round(_memory_bytes(run, target, drafter, mean_length, weight_bytes, is_gpu) / _MIB),
+        **{f"memory_{name}_mib": round(size / _MIB) for name, size in terms.items()},
+        "memory_mib": round(_peak(terms) / _MIB),
         "teraflop_per_step": round(operations / 1e12, 3),
-        "time_minutes": round(seconds / 60, 1),
+        "time_minutes": _minutes(run, operations),
     }
 
 
@@ -111,19 +109,71 @@ def _operations_per_step(
     return 2 * body * tokens + 6 * (joined + keys) * tokens + 6 * layers * passed + 2 * head * head_passes * scored
 
 
-def _memory_bytes(
-    run: TrainRun, target: TargetContract, drafter: DrafterContract, mean_length: float, weight_bytes: int, is_gpu: bool
-) -> float:
+def memory_terms(
+    run: TrainRun, target: TargetContract, drafter: DrafterContract, mean_length: float
+) -> dict[str, float]:
+    """Bytes by what holds them; the last ones, `step_...` and `evaluation_...`, never exist at the same time.
+
+    What the allocator leaves unused between blocks and what CUDA itself takes, half a gigabyte or so, are not in it.
+
+    Args:
+        run: its settings; the device is taken by its name, so that a run can be planned on another machine.
+        target: its sizes.
+        drafter: its sizes.
+        mean_length: tokens of a conversation.
+    """
+    import torch
+
+    from paceline.models.loading import resolve_dtype
+
+    is_gpu = _is_gpu(run.device)
     activation = 2 if is_gpu else 4
-    rows = run.schedule.batch_size
-    slots = rows * min(run.schedule.num_anchors, mean_length) * drafter.block_size
-    if drafter.family == "eagle3":
-        slots += rows * run.data.max_length
-    features = rows * run.data.max_length * (drafter.num_taps + 2) * target.hidden_size * activation
-    layers = slots * drafter.hidden_size * _SAVED_PER_LAYER * drafter.num_layers * activation
-    logits = 3 * run.objective.chunk_rows * target.vocab_size * 4
-    weights = num_target_parameters(target) * weight_bytes + num_drafter_parameters(drafter) * _MASTER_BYTES
-    return weights + features + layers + logits
+    weight = resolve_dtype(run.target.dtype, torch.device("cuda" if is_gpu else "cpu")).itemsize
+    trained, width, layers = num_drafter_parameters(drafter), drafter.hidden_size, drafter.num_layers
+    rows, length = run.schedule.batch_size, run.data.max_length
+    anchors = min(run.schedule.num_anchors, mean_length)
+    slots = rows * anchors * drafter.block_size + (rows * length if drafter.family == "eagle3" else 0)
+    kept_per_token = (drafter.num_taps + 1) * target.hidden_size
+    read_per_token = width + 2 * layers * drafter.num_kv_heads * drafter.head_size
+    evaluated = run.evaluate.batch_size * length * drafter.num_draft_tokens if run.evaluate.num_conversations else 0
+    return {
+        "target_weights": num_target_parameters(target) * weight,
+        "drafter_values": trained * 4,
+        "drafter_gradients": trained * 4,
+        "drafter_moments": trained * 8,
+        "drafter_cast": trained * 2 if is_gpu else 0,  # the bf16 copies that autocast makes
+        "step_features": rows * length * kept_per_token * activation,
+        "step_target_layer": rows * length * (4 * target.hidden_size + 3 * target.intermediate_size) * activation,
+        "step_context": rows * length * read_per_token * activation,
+        "step_drafter_layers": slots * width * _SAVED_PER_LAYER * layers * activation,
+        "step_masks": slots * (length + slots / rows),
+        "step_scores": 3 * run.objective.chunk_rows * target.vocab_size * 4,
+        "evaluation_features": run.evaluate.batch_size * length * kept_per_token * activation,
+        "evaluation_scores": min(_EVALUATED_ROWS, evaluated) * target.vocab_size * activation,
+    }
+
+
+def _peak(terms: dict[str, float]) -> float:
+    step = sum(size for name, size in terms.items() if name.startswith("step_"))
+    evaluation = sum(size for name, size in terms.items() if name.startswith("evaluation_"))
+    return sum(terms.values()) - step - evaluation + max(step, evaluation)
+
+
+def _is_gpu(device: str) -> bool:
+    import torch
+
+    return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+
+
+def _minutes(run: TrainRun, operations: float) -> float | None:
+    """Of the whole run on this machine; None where it does not have the run's device."""
+    import torch
+
+    is_gpu = _is_gpu(run.device)
+    if is_gpu and not torch.cuda.is_available():
+        return None
+    speed = _product_speed(run.device, is_gpu) * _SHARE_OF_PEAK
+    return round(operations * run.schedule.num_steps / speed / 60, 1)
 
 
 def _product_speed(device: str, is_gpu: bool) -> float:

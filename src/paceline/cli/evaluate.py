@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from paceline.cli.running import Models
     from paceline.configuration.generation import EvaluateRun
+    from paceline.engine.counters import EngineStats
+    from paceline.engine.engine import Engine
     from paceline.evaluation.acceptance import Progress, SetAcceptance
     from paceline.evaluation.prompts import Prompt
 
@@ -42,6 +44,7 @@ def evaluate(
     draft_sample_method: options.DraftSampleMethod = None,
     verify_method: options.VerifyMethod = None,
     draft_length: options.DraftLength = None,
+    draft_vocab_size: options.DraftVocabSize = None,
     max_tokens: options.MaxTokens = None,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
@@ -90,6 +93,7 @@ def evaluate(
             "draft_sample_method": draft_sample_method,
             "verify_method": verify_method,
             "draft_length": draft_length,
+            "draft_vocab_size": options.number_or_word(draft_vocab_size),
             "max_tokens": max_tokens,
             "temperature": temperature,
             "top_k": top_k,
@@ -116,11 +120,12 @@ def evaluate(
         counts = {name: len(rows) for name, rows in sets}
         options.show_settings(run, as_json=as_json, extra={"num_prompts": counts})
         return
-    from paceline.cli.running import load_models
+    from paceline.cli.running import load_models, make_engine
 
     models = load_models(run, environment)
-    results = _evaluate_sets(run, models, sets, shows_progress=session.verbosity >= 0)
-    report = _report(run, models, results)
+    engine = make_engine(run, models, max_num_seqs=run.max_num_seqs)
+    results = _evaluate_sets(run, models, engine, sets, shows_progress=session.verbosity >= 0)
+    report = _report(run, models, results, engine.stats())
     if output is not None:
         _write(output, report, results)
     if as_json:
@@ -143,12 +148,16 @@ def _check_output(output: Path) -> None:
 
 
 def _evaluate_sets(
-    run: EvaluateRun, models: Models, sets: Sequence[tuple[str, list[Prompt]]], *, shows_progress: bool
+    run: EvaluateRun,
+    models: Models,
+    engine: Engine,
+    sets: Sequence[tuple[str, list[Prompt]]],
+    *,
+    shows_progress: bool,
 ) -> list[SetAcceptance]:
-    from paceline.cli.running import make_engine, sampling_of
+    from paceline.cli.running import sampling_of
     from paceline.evaluation.acceptance import evaluate_set
 
-    engine = make_engine(run, models, max_num_seqs=run.max_num_seqs)
     results: list[SetAcceptance] = []
     for name, prompts in sets:
         progress = _ProgressLine(name) if shows_progress else None
@@ -204,7 +213,9 @@ class _ProgressLine:
             sys.stderr.write("\n")
 
 
-def _report(run: EvaluateRun, models: Models, results: Sequence[SetAcceptance]) -> dict[str, object]:
+def _report(
+    run: EvaluateRun, models: Models, results: Sequence[SetAcceptance], stats: EngineStats
+) -> dict[str, object]:
     from paceline import __version__
     from paceline.evaluation.prompts import file_sha256
     from paceline.ops.acceptance import is_lossless
@@ -217,6 +228,8 @@ def _report(run: EvaluateRun, models: Models, results: Sequence[SetAcceptance]) 
         "version": __version__,
         "verify_method": run.verify_method,
         "lossless": is_lossless(run.verify_method),
+        "num_listed_ids": stats.num_listed_ids,
+        "listed_share": stats.listed_share,
         "sets": [
             {**result.to_dict(), "temperature": run.temperature, "file": str(path), "sha256": file_sha256(path)}
             for result, path in zip(results, run.prompts, strict=True)

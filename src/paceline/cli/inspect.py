@@ -36,9 +36,11 @@ def inspect(
     from paceline.errors import CheckFailedError, CompatibilityError, ConfigError
 
     options.begin(context, debug=debug, no_color=no_color, verbose=verbose, quiet=quiet)
-    contract = _read_contract(model, offline=offline)
+    path, contract = _read_contract(model, offline=offline)
     found: dict[str, object] = {"kind": "drafter" if isinstance(contract, DrafterContract) else "target"}
     found |= _described(contract)
+    if isinstance(contract, DrafterContract):
+        found["token_counts"] = _described_counts(path, contract)
     mismatch: CompatibilityError | None = None
     if target is not None:
         if not isinstance(contract, DrafterContract):
@@ -63,7 +65,7 @@ def inspect(
         raise CheckFailedError(f"the drafter does not fit the target:\n{mismatch}")
 
 
-def _read_contract(name: str, *, offline: bool) -> TargetContract | DrafterContract:
+def _read_contract(name: str, *, offline: bool) -> tuple[Path, TargetContract | DrafterContract]:
     """Tell a drafter from a target by its config, then read it strictly."""
     from paceline.checkpoint.locate import locate_target
 
@@ -71,10 +73,10 @@ def _read_contract(name: str, *, offline: bool) -> TargetContract | DrafterContr
     if _is_drafter(path):
         from paceline.checkpoint.dialects import read_drafter_contract
 
-        return read_drafter_contract(path)
+        return path, read_drafter_contract(path)
     from paceline.checkpoint.target_config import read_target_contract
 
-    return read_target_contract(path, name)
+    return path, read_target_contract(path, name)
 
 
 def _read_target(name: str, *, offline: bool) -> TargetContract:
@@ -105,6 +107,25 @@ def _described(contract: TargetContract | DrafterContract) -> dict[str, object]:
         described["num_draft_tokens"] = contract.num_draft_tokens
         described["num_taps"] = contract.num_taps
     return described
+
+
+def _described_counts(folder: Path, contract: DrafterContract) -> dict[str, object] | None:
+    """What a short list of the drafter's ids would be, from the counts in its folder; None without any."""
+    from paceline.checkpoint.token_counts import read_token_counts
+
+    counts_W = read_token_counts(folder, contract.target_vocab_size or None)
+    if counts_W is None:
+        return None
+    from paceline.engine.short_list import auto_size
+
+    ordered_W = counts_W.sort(descending=True).values
+    size, num_tokens = auto_size(ordered_W), int(ordered_W.sum())
+    return {
+        "num_tokens": num_tokens,
+        "num_distinct_ids": int((ordered_W > 0).sum()),
+        "auto_draft_vocab_size": size if 2 * size < len(ordered_W) else "full",
+        "auto_coverage": int(ordered_W[:size].sum()) / num_tokens,
+    }
 
 
 def _print_table(found: Mapping[str, object]) -> None:

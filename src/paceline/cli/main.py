@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from paceline import __version__
+from paceline.cli.capture import app as capture
 from paceline.cli.check import check
 from paceline.cli.convert import convert
 from paceline.cli.doctor import doctor
@@ -24,6 +25,7 @@ from paceline.cli.evaluate import evaluate
 from paceline.cli.generate import generate
 from paceline.cli.inspect import inspect
 from paceline.cli.options import Session
+from paceline.cli.parity import parity
 from paceline.cli.train import train
 from paceline.errors import EXIT_FAILED, EXIT_INTERRUPTED, PacelineError
 
@@ -93,8 +95,9 @@ def _top(
     """Block-drafting speculative decoding: train, check and serve drafters that ride on a target's hidden states."""
 
 
-for verb in (generate, train, evaluate, inspect, check, convert, doctor):
+for verb in (generate, train, evaluate, inspect, check, parity, convert, doctor):
     app.command()(verb)
+app.add_typer(capture)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -58,6 +58,14 @@ DraftLength = Annotated[
         metavar="off|fixed|adaptive", help="Drafts per step: none, all, or as many as pay.", rich_help_panel=MODELS
     ),
 ]
+DraftVocabSize = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|auto|full",
+        help="Draft from the N most frequent ids; the output is the same.",
+        rich_help_panel=MODELS,
+    ),
+]
 MaxModelLen = Annotated[int | None, typer.Option(help="Largest context in tokens.", rich_help_panel=MODELS)]
 Dtype = Annotated[
     str | None, typer.Option(metavar="auto|float32|bfloat16|float16", help="Precision.", rich_help_panel=MODELS)
@@ -174,6 +182,11 @@ def stderr_console(*, color: bool) -> Console:
     from rich.console import Console
 
     return Console(stderr=True, color_system="auto" if color else None, highlight=False)
+
+
+def number_or_word(text: str | None) -> int | str | None:
+    """A flag that takes a number or a word, as a file of settings would have it."""
+    return int(text) if text is not None and text.isdecimal() else text
 
 
 def given(flag: bool) -> bool | None:

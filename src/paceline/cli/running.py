@@ -86,6 +86,7 @@ def make_engine(
         draft_sample_method=run.draft_sample_method if drafter is not None else None,
         verify_method=run.verify_method if drafter is not None else "standard",
         draft_length=run.draft_length if drafter is not None else "fixed",
+        draft_vocab_size=run.draft_vocab_size,
     )
     return Engine(models.target, drafter, settings)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli import options
-from paceline.errors import EXIT_INTERRUPTED
+from paceline.errors import EXIT_DONE, EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
     from paceline.configuration.run import TrainRun
@@ -40,8 +40,11 @@ def train(
     verbose: options.Verbose = 0,
     quiet: options.Quiet = 0,
 ) -> None:
-    """Train a drafter for a target from conversations, with exact resume."""
-    _, environment = options.begin(context, debug=debug, no_color=no_color, verbose=verbose, quiet=quiet)
+    """Train a drafter for a target from conversations, with exact resume.
+
+    Several GPUs or machines share a run under torchrun: `torchrun --nproc-per-node 4 -m paceline train RUN`.
+    """
+    session, environment = options.begin(context, debug=debug, no_color=no_color, verbose=verbose, quiet=quiet)
     from paceline.configuration.load import load_settings
     from paceline.configuration.run import TrainRun
 
@@ -53,7 +56,7 @@ def train(
 
         options.show_settings(run, as_json=as_json, extra=estimate_run(run, offline=offline))
         return
-    outcome = _train(run, resume=resume, offline=offline)
+    outcome = _train(run, resume=resume, offline=offline, session=session)
     if as_json:
         options.print_json({key: str(value) if isinstance(value, Path) else value for key, value in outcome.items()})
     elif outcome["drafter"] is not None:
@@ -63,25 +66,49 @@ def train(
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _train(run: TrainRun, *, resume: bool, offline: bool) -> dict[str, object]:
+def _train(run: TrainRun, *, resume: bool, offline: bool, session: options.Session) -> dict[str, object]:
+    """Load and train, in as many processes as there are; the first one alone talks and returns."""
     from dataclasses import asdict
 
-    from paceline.log import get_logger
+    from paceline.log import configure_logging, get_logger
     from paceline.models.loading import load_target
+    from paceline.reporting.training_progress import TrainingDisplay
     from paceline.training import loop
+    from paceline.training.event_file import require_tensorboard
+    from paceline.training.launching import join_ranks
+    from paceline.training.ranks import OtherRankFailedError
 
-    get_logger(__name__).info("loading target %s", run.target.name)
-    target = load_target(
-        run.target.name, dtype=run.target.dtype, device=run.device, linear_mode="plain", offline=offline
-    )
-    return asdict(loop.train(run, target, resume=resume))
+    if run.tracking.tensorboard:
+        require_tensorboard()
+    try:
+        with join_ranks(run.device, run.distributed) as ranks:
+            if not ranks.is_first:
+                configure_logging(verbosity=-1, color=session.color, rank=ranks.rank)
+            get_logger(__name__).info("loading target %s", run.target.name)
+            target = ranks.together(
+                lambda: load_target(
+                    run.target.name,
+                    dtype=run.target.dtype,
+                    device=str(ranks.device),
+                    linear_mode="plain",
+                    offline=offline,
+                )
+            )
+            verbosity = session.verbosity if ranks.is_first else -1
+            with TrainingDisplay(color=session.color, verbosity=verbosity) as display:
+                outcome = loop.train(run, target, resume=resume, on_progress=display.update, ranks=ranks)
+    except OtherRankFailedError as error:  # that rank has said what it was
+        raise typer.Exit(error.exit_code) from error
+    if not ranks.is_first:
+        raise typer.Exit(EXIT_DONE if outcome.is_finished else EXIT_INTERRUPTED)
+    return asdict(outcome)
 
 
 def _check_files(run: TrainRun, config: Path) -> None:
     """Missing data is a matter of a second, not of a minute of loading."""
     from paceline.errors import DataError
 
-    missing = [str(file) for file in run.data.files if not file.is_file()]
+    missing = [str(file) for file in run.data.files if not file.exists()]
     if missing:
         raise DataError(
             f"data.files names {len(missing)} file(s) that do not exist: {', '.join(missing)}",

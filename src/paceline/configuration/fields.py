@@ -41,11 +41,18 @@ def _none_word(value: object) -> object:
     return None if value == UNSET_WORD else value
 
 
+def _number_or_word(value: object) -> object:
+    if value in ("auto", "full") or (type(value) is int and value >= 1):
+        return value
+    raise ValueError(f"{value!r} is no number of ids; use a whole number from 1 on, auto or full")
+
+
 UNSET_WORD = "none"
 OrNone = BeforeValidator(_none_word)
 """For fields that may be unset although their default is a value: TOML has no null, so the word `none` says it."""
 
 DeviceName = Annotated[str, Strict(), AfterValidator(_known_device)]
+DraftVocabSize = Annotated[int | Literal["auto", "full"], BeforeValidator(_number_or_word)]
 
 
 class Settings(BaseModel):

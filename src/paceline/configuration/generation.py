@@ -15,6 +15,7 @@ from paceline.configuration.fields import (
     CountOrZero,
     DeviceName,
     DraftSampleMethod,
+    DraftVocabSize,
     DtypeName,
     Flag,
     LinearMode,
@@ -75,6 +76,11 @@ class ModelRun(Settings):
     draft_length: DraftLength = Field(
         "fixed", description="fixed drafts spec_tokens every step, adaptive as many as pay, off none"
     )
+    draft_vocab_size: DraftVocabSize = Field(
+        "auto",
+        description="drafts are chosen from so many of the most frequent ids; auto takes those of 99.5 % of the text "
+        "on a CPU, full takes all",
+    )
     dtype: DtypeName = Field("auto", description="precision of the models; auto takes the device's best")
     device: DeviceName = Field("auto", description="auto, cpu, cuda or cuda:N")
     linear_mode: LinearMode = Field(
@@ -91,6 +97,7 @@ class ModelRun(Settings):
             ("draft_sample_method", None),
             ("verify_method", "standard"),
             ("draft_length", "fixed"),
+            ("draft_vocab_size", "auto"),
         ):
             if self.draft_model is None and getattr(self, name) != unset:
                 raise ValueError(f"{name} is {getattr(self, name)!r} but there is no draft_model to use it")

@@ -148,11 +148,24 @@ class DrafterSettings(Settings):
 class DataSettings(Settings):
     """Conversations to learn from."""
 
-    files: tuple[Path, ...] = Field(min_length=1, description="token files (.npz) or chat files (.jsonl)")
+    files: tuple[Path, ...] = Field(
+        min_length=1, description="token files (.npz), chat files (.jsonl) or folders of `paceline capture prompts`"
+    )
     hold_out: CountOrZero = Field(
         1024, description="conversations at the end of each file that are never trained on, kept for evaluation"
     )
     max_length: Count = Field(512, ge=8, description="tokens of a conversation that are used; the rest is cut off")
+    packed: Flag = Field(
+        False, description="put several conversations into a row of max_length tokens; none sees another"
+    )
+    min_supervised: CountOrZero = Field(
+        0,
+        description="response tokens within max_length that a conversation needs to be trained on; 0 takes all, "
+        "2 * block_size is a good choice",
+    )
+    features: Annotated[Path | None, OrNone] = Field(
+        None, description="folder of `paceline capture features`; unset runs the target beside the drafter"
+    )
 
     @field_validator("files")
     @classmethod
@@ -194,9 +207,14 @@ class ScheduleSettings(Settings):
     """How much is learned, in which portions."""
 
     num_steps: Count = Field(description="optimizer steps of the whole run")
-    batch_size: Count = Field(description="conversations per step and accumulation part")
-    num_anchors: Count = Field(description="draft blocks per conversation and step")
+    batch_size: Count = Field(
+        description="conversations, or packed rows, per step and accumulation part, over all ranks together"
+    )
+    num_anchors: Count = Field(description="draft blocks per row, a conversation or a packed row, and step")
     accumulation: Count = Field(1, description="parts that a step is split into to save memory")
+    compiled: Literal["auto", "on", "off"] = Field(
+        "auto", description="compile the target and the drafter for the device; auto does so on a GPU"
+    )
 
 
 class ObjectiveSettings(Settings):
@@ -209,6 +227,11 @@ class ObjectiveSettings(Settings):
     )
     gamma: Annotated[PositiveNumber | None, OrNone] = Field(
         4.0, description='draft k of a block weighs exp(-(k-1)/gamma); "none" weighs all alike'
+    )
+    weighting: Literal["decay", "adaptive"] = Field(
+        "decay",
+        description="decay weighs drafts by gamma; adaptive by how far the drafter's own probabilities say that a "
+        "block gets, for one more product with the output head per step",
     )
     chunk_rows: Count = Field(4096, description="rows whose logits exist at the same time")
     selector_weight: NumberOrZero = Field(1.0, description="dflash2: weight of the selector's loss beside the rest")
@@ -244,6 +267,24 @@ class CheckpointSettings(Settings):
 
     every: Count = Field(500, description="steps between two checkpoints; the last step is always saved")
     keep: Count = Field(2, description="checkpoints kept; older ones are removed")
+    export_every: CountOrZero = Field(
+        0, description="steps between two exported drafter folders; 0 exports the last step alone"
+    )
+
+
+class TrackingSettings(Settings):
+    """Where metrics go besides metrics.jsonl."""
+
+    tensorboard: Flag = Field(False, description="write event files for tensorboard into the run's folder")
+
+
+class DistributedSettings(Settings):
+    """How several processes, started by torchrun, share a run."""
+
+    strategy: Literal["ddp", "fsdp"] = Field(
+        "ddp", description="ddp keeps the whole drafter on every rank, fsdp shards weights and moments over them"
+    )
+    timeout_s: Count = Field(600, description="seconds after which a rank gives up waiting for the others")
 
 
 class TrainRun(Settings):
@@ -260,6 +301,8 @@ class TrainRun(Settings):
     objective: ObjectiveSettings = Field(default_factory=ObjectiveSettings)
     evaluate: EvaluateSettings = Field(default_factory=EvaluateSettings)
     checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings)
+    tracking: TrackingSettings = Field(default_factory=TrackingSettings)
+    distributed: DistributedSettings = Field(default_factory=DistributedSettings)
 
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:

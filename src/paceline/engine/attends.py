@@ -16,7 +16,13 @@ from torch import Tensor
 
 from paceline.engine.cache import KeyValueCache
 from paceline.models.layers import Attend
-from paceline.ops.attention import attention, attention_row_invariant, causal_attention
+from paceline.ops.attention import (
+    attention,
+    attention_row_invariant,
+    attention_with_bias,
+    bias_of,
+    causal_attention,
+)
 
 
 @dataclass(frozen=True)
@@ -182,11 +188,7 @@ class _BatchedCausal:
     ) -> None:
         self._cache, self._slots_B, self._length, self._windows = cache, slots_B, length, windows
         self._positions_BT = starts_B.unsqueeze(1) + torch.arange(num_rows, device=starts_B.device)
-        key_S = torch.arange(length, device=starts_B.device)
-        self._visible_B1TS = {
-            window: _block_visible(self._positions_BT, key_S, window, is_causal=True).unsqueeze(1)
-            for window in set(windows or (None,))
-        }
+        self._bias: dict[int | None, Tensor] = {}
 
     def __call__(
         self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor, *, sink_N: Tensor | None = None
@@ -194,8 +196,15 @@ class _BatchedCausal:
         assert sink_N is None, "causal models have no attention sinks"
         self._cache.write_batch(layer, self._slots_B, self._positions_BT, k_BTMH, v_BTMH)
         keys, values = self._cache.gather(layer, self._slots_B, self._length)
-        visible = self._visible_B1TS[None if self._windows is None else self._windows[layer]]
-        return attention(q_BTNH.transpose(1, 2), keys, values, visible=visible).transpose(1, 2)
+        bias = self._bias_of(None if self._windows is None else self._windows[layer], q_BTNH, k_BTMH)
+        return attention_with_bias(q_BTNH.transpose(1, 2), keys, values, bias).transpose(1, 2)
+
+    def _bias_of(self, window: int | None, q_BTNH: Tensor, k_BTMH: Tensor) -> Tensor:
+        if window not in self._bias:
+            key_S = torch.arange(self._length, device=q_BTNH.device)
+            visible_BTS = _block_visible(self._positions_BT, key_S, window, is_causal=True)
+            self._bias[window] = bias_of(visible_BTS, q_BTNH.shape[2] // k_BTMH.shape[2], q_BTNH.dtype)
+        return self._bias[window]
 
 
 def _block_visible(position_Q: Tensor, key_S: Tensor, window: int | None, is_causal: bool) -> Tensor:

@@ -17,6 +17,21 @@ from paceline.engine.slots import SlotState
 from paceline.engine.step import StepBatch
 
 
+class StepFlags:
+    """The flags of a step's requests, looked over again only when these are others than in the step before."""
+
+    def __init__(self) -> None:
+        self._requests: list[RunningRequest] = []
+        self._flags = SamplingFlags.of([])
+
+    def of(self, requests: Sequence[RunningRequest]) -> SamplingFlags:
+        """Summarise what the requests want; their parameters do not change while they run."""
+        if self._requests != requests:
+            self._requests = list(requests)
+            self._flags = SamplingFlags.of([request.sampling for request in requests])
+        return self._flags
+
+
 def next_chunk(
     request: RunningRequest,
     state: SlotState,
@@ -58,6 +73,7 @@ def step_batch(
     settings: EngineSettings,
     plan: DraftPlan,
     *,
+    flags: SamplingFlags,
     most_drafts: int,
     stopper: DraftStopper | None,
 ) -> StepBatch:
@@ -68,6 +84,7 @@ def step_batch(
         state: of the slots.
         settings: of the engine.
         plan: of the blocks that follow.
+        flags: of the requests.
         most_drafts: that this step may verify per request; waiting drafts beyond are dropped. More requests may have
             come since those were planned.
         stopper: as for `StepBatch`.
@@ -79,7 +96,7 @@ def step_batch(
     device = state.device
     return StepBatch(
         rows=Rows(slots, torch.tensor(slots, device=device), starts, torch.tensor(starts, device=device), num_rows),
-        flags=SamplingFlags.of([request.sampling for request in requests]),
+        flags=flags,
         writes_context=any(request.is_drafted for request in requests),
         plan=plan,
         verify_method=settings.verify_method,

@@ -162,7 +162,8 @@ def run_canary(target: LoadedTarget, drafter: LoadedDrafter | None, settings: En
     """
     longest = max(_PROMPT_LENGTHS) + _NUM_TOKENS + 1
     small = replace(settings, max_num_seqs=2, max_model_len=longest, num_draft_tokens=None)
-    small = replace(small, draft_length="fixed", num_drafts_by_batch_size=None)  # every block in full
+    # every block in full, and the drafter's own head: what is checked is what it was trained for
+    small = replace(small, draft_length="fixed", num_drafts_by_batch_size=None, draft_vocab_size="full")
     generator = torch.Generator().manual_seed(20)
     vocab_size = target.contract.vocab_size
     prompts = [torch.randint(vocab_size, (size,), generator=generator).tolist() for size in _PROMPT_LENGTHS]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from paceline.engine.draft_planner import DraftPlanner
+from paceline.models.drafters.short_list import ShortList
 from paceline.models.layers import LinearMode
 from paceline.trace.step import StepRecord
 
@@ -43,6 +45,8 @@ class EngineStats:
         linear_mode: arithmetic of the linears.
         method: "plain", or how drafts are made.
         mean_step_ms: wall time per decode step; 0 before the first.
+        num_listed_ids: ids of the short list that drafts are chosen from; None where it is all that the drafter can.
+        listed_share: share of the counted tokens that the list covers.
     """
 
     num_steps: int
@@ -73,6 +77,8 @@ class EngineStats:
     linear_mode: LinearMode
     method: str
     mean_step_ms: float
+    num_listed_ids: int | None = None
+    listed_share: float | None = None
 
 
 class Counters:
@@ -83,16 +89,25 @@ class Counters:
         self.num_finished = self.num_aborted = self.num_numeric_errors = self.num_dead_ends = 0
         self.num_undrafted = self.num_impossible_drafts = self.num_spoiled_blocks = self.num_held_back = 0
         self.total_step_ms = 0.0
-        self.drafted_per_position = [0] * num_draft_tokens
-        self.accepted_per_position = [0] * num_draft_tokens
+        # How many steps drafted, and kept, exactly so many: a step adds to two numbers, not to one per position.
+        self._drafted = [0] * (num_draft_tokens + 1)
+        self._accepted = [0] * (num_draft_tokens + 1)
 
     def count_step(self, record: StepRecord) -> None:
         """Add one request's part of a step."""
         self.num_request_steps += 1
-        for position in range(record.num_draft_tokens):
-            self.drafted_per_position[position] += 1
-        for position in range(record.num_accepted):
-            self.accepted_per_position[position] += 1
+        self._drafted[record.num_draft_tokens] += 1
+        self._accepted[record.num_accepted] += 1
+
+    @property
+    def drafted_per_position(self) -> list[int]:
+        """Steps that had a draft at each position of a block."""
+        return _reaching(self._drafted)
+
+    @property
+    def accepted_per_position(self) -> list[int]:
+        """Of them, those that kept and delivered it."""
+        return _reaching(self._accepted)
 
     def snapshot(
         self,
@@ -106,14 +121,15 @@ class Counters:
         token_rules_bytes: int,
         linear_mode: LinearMode,
         method: str,
+        short_list: ShortList | None = None,
     ) -> EngineStats:
         """Put the totals beside what the engine knows of the moment; arguments as in `EngineStats`."""
         controller = planner.controller
         return EngineStats(
             num_steps=self.num_steps,
             num_request_steps=self.num_request_steps,
-            num_draft_tokens=sum(self.drafted_per_position),
-            num_accepted=sum(self.accepted_per_position),
+            num_draft_tokens=sum(depth * count for depth, count in enumerate(self._drafted)),
+            num_accepted=sum(depth * count for depth, count in enumerate(self._accepted)),
             drafted_per_position=tuple(self.drafted_per_position),
             accepted_per_position=tuple(self.accepted_per_position),
             num_prefill_tokens=self.num_prefill_tokens,
@@ -138,4 +154,11 @@ class Counters:
             linear_mode=linear_mode,
             method=method,
             mean_step_ms=self.total_step_ms / max(1, self.num_steps),
+            num_listed_ids=None if short_list is None else len(short_list.ids_V),
+            listed_share=None if short_list is None else short_list.coverage,
         )
+
+
+def _reaching(num_steps: list[int]) -> list[int]:
+    """From steps of depth exactly d to steps deeper than position 0, 1, ..."""
+    return list(itertools.accumulate(reversed(num_steps[1:])))[::-1]

@@ -53,8 +53,8 @@ class DraftPlan:
             self.most,
             copied(self.num_drafts, torch.int64) if min(self.num_drafts, default=0) < self.most else None,
             None if self.thresholds is None else copied(self.thresholds, torch.float64),
-            copied(self.is_adaptive, torch.bool),
-            copied(self.teaches, torch.bool),
+            None if self.thresholds is None or all(self.is_adaptive) else copied(self.is_adaptive, torch.bool),
+            None if all(self.teaches) else copied(self.teaches, torch.bool),
         )
 
 
@@ -65,15 +65,15 @@ class DevicePlan(NamedTuple):
         most: drafts that the batch as a whole draws.
         num_drafts_B: int64; None where all requests get the most.
         thresholds_K: float64; None holds nothing back.
-        is_adaptive_B: bool.
-        teaches_B: bool.
+        is_adaptive_B: bool; None where thresholds apply to all requests, or to none as there are no thresholds.
+        teaches_B: bool; None where all teach.
     """
 
     most: int
     num_drafts_B: Tensor | None
     thresholds_K: Tensor | None
-    is_adaptive_B: Tensor
-    teaches_B: Tensor
+    is_adaptive_B: Tensor | None
+    teaches_B: Tensor | None
 
 
 class DraftStopper:
@@ -102,7 +102,9 @@ class DraftStopper:
         """
         if self.estimator is None or draft_ids_BK.shape[1] == 0:
             return
-        counts_B = self._has_features[slots_B] & plan.teaches_B
+        counts_B = self._has_features[slots_B]
+        if plan.teaches_B is not None:
+            counts_B = counts_B & plan.teaches_B
         judged_B = count_drafts(draft_ids_BK) * counts_B
         self.estimator.observe(self._features[slots_B, : draft_ids_BK.shape[1]], judged_B, accepted_B)
 
@@ -129,7 +131,9 @@ class DraftStopper:
         if plan.thresholds_K is None:
             return proposal
         usable_B = usable_prefix(self.estimator.confidence(features_BK), plan.thresholds_K[:num_drafts])
-        return first_drafts(proposal, torch.where(plan.is_adaptive_B, usable_B, num_drafts))
+        if plan.is_adaptive_B is not None:
+            usable_B = torch.where(plan.is_adaptive_B, usable_B, num_drafts)
+        return first_drafts(proposal, usable_B)
 
 
 def first_drafts(proposal: Proposal, num_drafts_B: Tensor) -> Proposal:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.engine.attends import AttentionChoice
-from paceline.engine.batching import next_chunk, step_batch
+from paceline.engine.batching import StepFlags, next_chunk, step_batch
 from paceline.engine.cache import KeyValueCache
 from paceline.engine.counters import Counters, EngineStats
 from paceline.engine.draft_budget import DraftSchedule
@@ -34,11 +34,13 @@ from paceline.engine.results import FinishedRequests
 from paceline.engine.running import RunningRequest
 from paceline.engine.sampling import samples_of
 from paceline.engine.settings import EngineSettings, context_length, draft_tokens_per_step
+from paceline.engine.short_list import choose_short_list
 from paceline.engine.slots import SlotState
 from paceline.engine.step import HostStep, decode_step
 from paceline.engine.step_cost import StepCosts
 from paceline.engine.trial_steps import measure_costs
 from paceline.errors import RequestError
+from paceline.models.drafters.short_list import ShortList
 from paceline.models.loading import LoadedDrafter, LoadedTarget
 from paceline.ops.finalise_block import NOT_A_NUMBER
 
@@ -92,9 +94,17 @@ class Engine:
             device=weight.device,
         )
         self._proposer = proposer
+        self._short_list: ShortList | None = None
         if drafter is not None and proposer is None:
+            self._short_list = choose_short_list(target, drafter, settings.draft_vocab_size)
             self._proposer = make_proposer(
-                target, drafter, self._choice, settings, num_draft_tokens=num_draft_tokens, capacity=capacity
+                target,
+                drafter,
+                self._choice,
+                settings,
+                num_draft_tokens=num_draft_tokens,
+                capacity=capacity,
+                short_list=self._short_list,
             )
         self._state = SlotState(
             settings.max_num_seqs,
@@ -111,6 +121,7 @@ class Engine:
         self._results = FinishedRequests()
         self._names = itertools.count()
         self._counters = Counters(num_draft_tokens)
+        self._flags = StepFlags()
         ranges = settings.num_drafts_by_batch_size
         self._planner = DraftPlanner(
             num_draft_tokens,
@@ -283,6 +294,7 @@ class Engine:
             token_rules_bytes=self._state.tokens.num_bytes,
             linear_mode=self._loaded_target.linear_mode,
             method=self._proposer.name if self._proposer is not None else "plain",
+            short_list=self._short_list,
         )
 
     def canary(self) -> CanaryReport:
@@ -313,9 +325,9 @@ class Engine:
         with torch.inference_mode():
             if self._is_mid_step:
                 self._restore_slots()
-            self._admit()
+            deltas = self._admit()
             self._is_mid_step = True
-            deltas = self._prefill()
+            deltas += self._prefill()
             deltas += self._decode()
             self._is_mid_step = False
         return deltas
@@ -346,14 +358,19 @@ class Engine:
         self._restore(request)
         self._clear_rows(request.slot, request.num_cached)
 
-    def _admit(self) -> None:
+    def _admit(self) -> list[RequestDelta]:
+        failed: list[RequestDelta] = []
         while self._waiting and (self._free_slots or self._waiting[0].slot is not None):
             request = self._waiting[0]
             if request.slot is None:
                 request.slot = self._free_slots.pop()
-            self._state.admit(
-                request.slot, request.sampling, request.seed, limits=request.limits, prompt_ids=request.prompt_ids
-            )
+            try:
+                self._state.admit(
+                    request.slot, request.sampling, request.seed, limits=request.limits, prompt_ids=request.prompt_ids
+                )
+            except Exception as error:  # such as no memory for its rules: those behind it in the queue go on
+                failed.append(self._passed_on(request, request.fail(error)))
+                continue
             request.draft_length = request.sampling.draft_length or self.settings.draft_length
             request.is_drafted = self._proposer is not None and request.draft_length != "off"
             if request.is_drafted and request.draft_length == "adaptive":
@@ -361,6 +378,7 @@ class Engine:
             request.admitted_s = time.perf_counter()
             self._stop_drafting_beyond(request, len(request.prompt_ids))
             self._running.append(self._waiting.popleft())
+        return failed
 
     def _prepare_adapting(self) -> DraftLengthController:
         if self._stopper is None:
@@ -404,7 +422,15 @@ class Engine:
         started_s = time.perf_counter()
         plan = self._plan(requests)
         limit = self._planner.limit(len(requests))
-        batch = step_batch(requests, self._state, self.settings, plan, most_drafts=limit, stopper=self._stopper)
+        batch = step_batch(
+            requests,
+            self._state,
+            self.settings,
+            plan,
+            flags=self._flags.of(requests),
+            most_drafts=limit,
+            stopper=self._stopper,
+        )
         output = decode_step(self._target, self._proposer, self._cache, self._state, self._choice, batch)
         steps = output.to_host()
         step_ms = (time.perf_counter() - started_s) * 1e3
@@ -486,7 +512,7 @@ class Engine:
         self._counters.num_finished += 1
         self._counters.num_aborted += reason == "abort"
         self._counters.num_numeric_errors += reason == "error" and request.has_bad_numbers
-        self._counters.num_dead_ends += reason == "error" and not request.has_bad_numbers
+        self._counters.num_dead_ends += reason == "error" and request.has_dead_end
 
     def _clear_rows(self, slot: int, start: int) -> None:
         """A masked key counts nothing, but a masked NaN spoils the sum, so none may wait where a batch reads."""

@@ -12,6 +12,7 @@ from paceline.engine.sequential_proposal import SequentialProposer, spare_positi
 from paceline.engine.settings import EngineSettings
 from paceline.errors import CompatibilityError
 from paceline.models.drafters.eagle3 import Eagle3Drafter
+from paceline.models.drafters.short_list import ShortList, shortened
 from paceline.models.loading import LoadedDrafter, LoadedTarget
 
 
@@ -23,6 +24,7 @@ def make_proposer(
     *,
     num_draft_tokens: int,
     capacity: int,
+    short_list: ShortList | None = None,
 ) -> Proposer:
     """Prepare a drafter for serving.
 
@@ -33,8 +35,11 @@ def make_proposer(
         settings: number of slots, how drafts are drawn and judged.
         num_draft_tokens: K.
         capacity: positions of a slot in the target's cache.
+        short_list: the ids to draft; None is all that the drafter can.
     """
     model, contract = drafter.model, drafter.contract
+    if short_list is not None:
+        model = shortened(model, short_list, target.model)
     is_coupled = settings.verify_method == "coupled"
     # Coupled drafts agree with the target's draws because they use the same noise, so they have to be drawn.
     own: DraftSampleMethod = "probabilistic" if is_coupled else contract.draft_sample_method

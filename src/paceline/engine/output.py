@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.engine.admission import stop_ids_of
 from paceline.engine.request import FinishReason, SamplingParameters
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_LONGEST_WINDOW = 8  # ids; cutting a window costs a decoding, so it is not done at every push
 
 
 class TextDecoder(Protocol):
@@ -23,9 +24,9 @@ class TextDecoder(Protocol):
 class IncrementalDecoder:
     """Turns a growing list of ids into a growing text whose pieces, joined, are the decoding of all ids.
 
-    Only a window of the last ids is decoded again. It opens at a token where the text was complete, and takes the ids
-    before that along, since some decoders treat the first token of a text specially. Replacement characters at the end
-    may be the first bytes of a character and wait for the rest.
+    Only a window of the last ids is decoded again. Once it is long it is cut at a token where the text was complete,
+    and takes the ids before that along, since some decoders treat the first token of a text specially. Replacement
+    characters at the end may be the first bytes of a character and wait for the rest.
 
     Args:
         tokenizer: decodes ids.
@@ -47,9 +48,10 @@ class IncrementalDecoder:
         new = certain[self._num_shown :]
         self._num_shown = max(self._num_shown, len(certain))
         if len(certain) == len(text):
-            self._window = self._window[self._num_before :]
+            if len(self._window) > _LONGEST_WINDOW and self._num_before > 0:
+                self._window = self._window[self._num_before :]
+                self._num_shown = len(self._tokenizer.decode(self._window))
             self._num_before = len(self._window)
-            self._num_shown = len(self._tokenizer.decode(self._window))
         return new
 
     def flush(self) -> str:
@@ -173,10 +175,11 @@ class RequestOutput:
             reason = "stop"
         stop_reason: int | str | None = None
         num_unchecked = max(0, self._min_tokens - len(self.token_ids))
-        for index, token in enumerate(kept[num_unchecked:], num_unchecked):
-            if token in self._stop_ids:
-                kept, reason, stop_reason = kept[: index + 1], "stop", token
-                break
+        if not self._stop_ids.isdisjoint(kept):
+            for index, token in enumerate(kept[num_unchecked:], num_unchecked):
+                if token in self._stop_ids:
+                    kept, reason, stop_reason = kept[: index + 1], "stop", token
+                    break
         hides_last = stop_reason is not None and not self._shows_stop
         shown = kept[:-1] if hides_last else kept
         if self._stops:
@@ -191,25 +194,19 @@ class RequestOutput:
         else:
             self._pending += self._decoder.push(shown)
         self.token_ids.extend(kept)
-        return replace(
-            self._give_out(is_final=reason is not None),
-            num_kept=len(kept),
-            finish_reason=reason,
-            stop_reason=stop_reason,
-        )
+        return Extension(len(kept), self._give_out(is_final=reason is not None), reason, stop_reason)
 
     def finish(self) -> str:
         """End the request from outside (abort, error): returns the text that was held back."""
-        return self._give_out(is_final=True).text
+        return self._give_out(is_final=True)
 
-    def _give_out(self, *, is_final: bool) -> Extension:
+    def _give_out(self, *, is_final: bool) -> str:
         if is_final:
             self._pending += self._decoder.flush()
-        num_held = 0 if is_final else held_back(self._pending, self._stops)
-        cut = len(self._pending) - num_held
+        cut = len(self._pending) - (held_back(self._pending, self._stops) if self._stops and not is_final else 0)
         text, self._pending = self._pending[:cut], self._pending[cut:]
         self._shown.append(text)
-        return Extension(0, text)
+        return text
 
     def _push_until_stop(self, token_ids: Sequence[int]) -> tuple[int, str, str] | None:
         """Add text; if a stop text completes, returns the tokens up to it, the stop and the last text to give out."""

@@ -71,7 +71,8 @@ class RequestResult:
         stop_reason: the stop token or stop text that ended it; None where a complete structured output did.
         trace: every step.
         logprobs: one entry per token of `token_ids`; None if none were asked for.
-        error: for the reason "error", what happened: NaN or infinity in logits, or rules that left no token.
+        error: for the reason "error", what happened: NaN or infinity in logits, rules that left no token, or no room
+            for what its rules need.
         sample_index: which of the prompt's n samples this is.
         verify_method: how drafts were judged.
         is_lossless: whether that method leaves the target's distribution untouched.

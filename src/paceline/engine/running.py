@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -18,6 +19,8 @@ from paceline.trace.step import RequestTrace, StepRecord
 
 if TYPE_CHECKING:
     from paceline.engine.grammar import GrammarState
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)  # a request is itself; comparing all fields would make a long queue slow
@@ -43,6 +46,7 @@ class RunningRequest:
         num_drawn: drafts drawn for its next step.
         num_waiting: of them, those that were not held back; what its next step verifies.
         has_bad_numbers: whether its logits held NaN or infinity.
+        has_dead_end: whether its rules left no token.
         grammar_error: why its grammar allows nothing, if it once does not.
         admitted_s: when it got its slot, on the performance counter.
         stop_reason: the stop token or stop text that ended it.
@@ -68,12 +72,16 @@ class RunningRequest:
     num_drawn: int = 0
     num_waiting: int = 0
     has_bad_numbers: bool = False
+    has_dead_end: bool = False
     grammar_error: str | None = None
     admitted_s: float | None = None
     stop_reason: int | str | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._has_limits = self.limits != TokenLimits()  # asked for in every step
 
     @property
     def is_decoding(self) -> bool:
@@ -88,7 +96,7 @@ class RunningRequest:
     @property
     def has_token_rules(self) -> bool:
         """Whether drafts may be refused for what the target alone knows."""
-        return self.grammar is not None or self.limits != TokenLimits()
+        return self.grammar is not None or self._has_limits
 
     def take_first(self, step: HostStep) -> RequestDelta:
         """Take in the token that the prompt pass gave, if it gave one."""
@@ -96,7 +104,7 @@ class RunningRequest:
         extension = self._extend(step)
         self.num_prefilled = len(self.prompt_ids)
         self.trace.first_token_id = next(iter(self.output.token_ids), None)
-        return self._delta(extension, step, None)
+        return self._delta(extension, step, tuple(step.token_ids[: extension.num_kept]), None)
 
     def take_step(self, step: HostStep, step_ms: float) -> RequestDelta:
         """Take in one decode step: keep what counts, and record both what was verified and what was kept.
@@ -121,7 +129,14 @@ class RunningRequest:
             step_ms=step_ms,
         )
         self.trace.records.append(record)
-        return self._delta(extension, step, record)
+        return self._delta(extension, step, kept, record)
+
+    def fail(self, error: Exception) -> RequestDelta:
+        """End where it could not even begin."""
+        self.error = f"it could not be given a slot: {type(error).__name__}: {error}"
+        self.finish_reason = "error"
+        _log.error("request %s ends before its first token: %s", self.request_id, self.error, exc_info=error)
+        return RequestDelta(self.request_id, (), self.output.finish(), "error")
 
     def _extend(self, step: HostStep) -> Extension:
         """Hand tokens to the output, as far as the grammar goes."""
@@ -135,14 +150,17 @@ class RunningRequest:
                 return self.output.extend(token_ids[: index + 1], is_complete=True)
         return self.output.extend(token_ids)
 
-    def _delta(self, extension: Extension, step: HostStep, record: StepRecord | None) -> RequestDelta:
+    def _delta(
+        self, extension: Extension, step: HostStep, kept: tuple[int, ...], record: StepRecord | None
+    ) -> RequestDelta:
         reason, text = extension.finish_reason, extension.text
         if reason is None and (self.has_bad_numbers or step.fault == NOTHING_LEFT):
             reason, text = "error", text + self.output.finish()
             self.error = self._fault_text()
-        kept = tuple(step.token_ids[: extension.num_kept])
+            self.has_dead_end = not self.has_bad_numbers
         logprobs = self._kept_logprobs(step, extension.num_kept)
-        self.logprobs.extend(logprobs or ())
+        if logprobs is not None:
+            self.logprobs.extend(logprobs)
         self.stop_reason, self.finish_reason = extension.stop_reason, reason
         return RequestDelta(self.request_id, kept, text, reason, record, logprobs)
 

@@ -8,6 +8,7 @@ from paceline.checkpoint.contract import DraftSampleMethod
 from paceline.engine.draft_budget import DraftSchedule
 from paceline.engine.draft_length import DRAFT_LENGTH_MODES, DraftLengthMode
 from paceline.engine.proposal import Proposer
+from paceline.engine.short_list import DraftVocabSize
 from paceline.errors import ConfigError
 from paceline.models.loading import LoadedDrafter, LoadedTarget
 from paceline.ops.acceptance import VERIFY_METHODS, VerifyMethod
@@ -35,6 +36,8 @@ class EngineSettings:
         num_drafts_by_batch_size: (first, last, drafts), the first two inclusive: at most so many drafts per request in
             a step of so many requests. The first range begins at 1; gaps and what lies behind keep the number before
             them. None sets no limit.
+        draft_vocab_size: how many ids drafts are chosen from, the most frequent ones by the counts in the drafter's
+            folder; "full" is all of them, "auto" what `short_list.choose_short_list` says. The output is the same.
     """
 
     max_num_seqs: int = 8
@@ -45,6 +48,7 @@ class EngineSettings:
     verify_method: VerifyMethod = "standard"
     draft_length: DraftLengthMode = "fixed"
     num_drafts_by_batch_size: tuple[tuple[int, int, int], ...] | None = None
+    draft_vocab_size: DraftVocabSize = "auto"
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_model_len", "num_draft_tokens", "prefill_chunk_size"):
@@ -56,6 +60,9 @@ class EngineSettings:
         for name, known in (("verify_method", VERIFY_METHODS), ("draft_length", DRAFT_LENGTH_MODES)):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, not one of {', '.join(map(repr, known))}")
+        asked = self.draft_vocab_size
+        if asked not in ("auto", "full") and not (type(asked) is int and asked >= 1):
+            raise ConfigError(f"draft_vocab_size is {asked!r}, neither a number of ids nor 'auto' or 'full'")
         if self.num_drafts_by_batch_size is not None:
             DraftSchedule(self.num_drafts_by_batch_size, self.num_draft_tokens or 1)
         if self.verify_method == "coupled" and self.draft_sample_method == "greedy":

@@ -113,8 +113,10 @@ class StepOutput:
         packed = torch.cat((integers.double(), *floats), dim=1) if floats else integers
         steps = []
         for numbers in packed.tolist():
-            accepted, fault, num_zero_q, num_waiting, *ids = map(int, numbers[:num_integers])
-            step = HostStep(accepted, fault, num_zero_q, ids[:num_rows], ids[num_rows:], num_waiting=num_waiting)
+            whole = [int(number) for number in numbers[:num_integers]] if floats else numbers
+            accepted, fault, num_zero_q, num_waiting = whole[:4]
+            tokens, drafts = whole[4 : 4 + num_rows], whole[4 + num_rows :]
+            step = HostStep(accepted, fault, num_zero_q, tokens, drafts, num_waiting=num_waiting)
             steps.append(replace(step, logprobs=self._entries(numbers[num_integers:], step)) if floats else step)
         return steps
 
@@ -130,9 +132,21 @@ class StepOutput:
         return entries
 
 
-@dataclass(frozen=True)
+@dataclass
 class HostStep:
-    """One request's part of a `StepOutput` as plain numbers; padding stripped by the properties."""
+    """One request's part of a `StepOutput` as plain numbers.
+
+    Attributes:
+        num_accepted: drafts kept.
+        fault: of the row that should have supplied the target's own token.
+        num_zero_q: drafts that their own distribution called impossible.
+        padded_token_ids: kept drafts, the target's own token, then -1.
+        padded_draft_ids: drafts, then -1.
+        logprobs: of the tokens, by mode.
+        num_waiting: drafts that wait for the next step.
+        token_ids: kept drafts and, unless the row was bad, the target's own token.
+        draft_ids: drafts that were really there.
+    """
 
     num_accepted: int
     fault: int
@@ -141,22 +155,18 @@ class HostStep:
     padded_draft_ids: list[int]
     logprobs: Mapping[LogprobsMode, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     num_waiting: int = 0
+    token_ids: list[int] = field(init=False)
+    draft_ids: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.token_ids = self.padded_token_ids[: self.num_accepted + (0 if self.is_bad else 1)]
+        drafts = self.padded_draft_ids
+        self.draft_ids = tuple(drafts[: drafts.index(NO_TOKEN)] if NO_TOKEN in drafts else drafts)
 
     @property
     def is_bad(self) -> bool:
         """Whether the row that should have supplied the target's own token gave none."""
         return self.fault != SOUND
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Kept drafts and, unless the row was bad, the target's own token."""
-        return self.padded_token_ids[: self.num_accepted + (0 if self.is_bad else 1)]
-
-    @property
-    def draft_ids(self) -> tuple[int, ...]:
-        """Drafts that were really there."""
-        drafts = self.padded_draft_ids
-        return tuple(drafts[: drafts.index(NO_TOKEN)] if NO_TOKEN in drafts else drafts)
 
 
 def decode_step(
@@ -183,9 +193,11 @@ def decode_step(
     has_q = proposer is not None and proposer.num_candidates > 0 and not batch.flags.all_greedy
     with_q = has_q and reads_q(batch.verify_method)
     proposal = state.proposal(rows.slots_B, num_drafts, with_q=with_q)
-    anchors_B1 = state.anchors[rows.slots_B].unsqueeze(1)
-    # A missing draft is run as id 0; its row is computed for nothing and can't be accepted.
-    token_ids_BT = torch.cat((anchors_B1, proposal.ids_BK), dim=1).clamp(min=0)
+    anchors_B1 = state.anchors[rows.slots_B].unsqueeze(1).clamp(min=0)
+    # A missing draft is run as the anchor once more; its row is computed for nothing and can't be accepted. Any other
+    # id might overflow where the request's own tokens do not, and spoil its block.
+    drafts_BK = torch.where(proposal.ids_BK < 0, anchors_B1, proposal.ids_BK)
+    token_ids_BT = torch.cat((anchors_B1, drafts_BK), dim=1)
     hidden_BTD = run_rows(target, proposer if batch.writes_context else None, cache, choice, rows, token_ids_BT)
     judged = judge(
         target.logits(hidden_BTD),

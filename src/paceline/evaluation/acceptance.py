@@ -6,6 +6,7 @@ the steps of one prompt are not independent.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from paceline.checkpoint.tokenizer import TextTokenizer
     from paceline.engine.engine import Engine
     from paceline.engine.request import RequestResult, SamplingParameters
-    from paceline.trace.step import StepRecord
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def evaluate_set(
     running: dict[str, int] = {}
     texts: list[list[str]] = [[] for _ in prompts]
     answers: list[list[Answer]] = [[] for _ in prompts]
-    steps: list[StepRecord] = []
+    num_answers = num_tokens = num_steps = num_accepted = 0
     num_answers_in_all = sum(prompt.num_turns for prompt in prompts)
 
     def ask(index: int) -> None:
@@ -137,17 +137,18 @@ def evaluate_set(
                 raise NumericError(f"the answer to prompt {prompt.id!r} ended in an error", origin={"set": name})
             answers[index].append(Answer(prompt.id, len(texts[index]), result))
             texts[index].append(result.text)
-            steps += result.trace.records
             if len(texts[index]) < prompt.num_turns:
                 ask(index)
             if on_progress is not None:
-                done = [answer for group in answers for answer in group]
+                of_answer = AcceptanceSummary.from_steps(result.trace.records)
+                num_answers, num_tokens = num_answers + 1, num_tokens + len(result.token_ids)
+                num_steps, num_accepted = num_steps + of_answer.num_steps, num_accepted + of_answer.num_accepted
                 on_progress(
                     Progress(
-                        num_answers=len(done),
+                        num_answers=num_answers,
                         num_answers_in_all=num_answers_in_all,
-                        num_output_tokens=sum(len(answer.result.token_ids) for answer in done),
-                        acceptance_length=AcceptanceSummary.from_steps(steps).acceptance_length,
+                        num_output_tokens=num_tokens,
+                        acceptance_length=1 + num_accepted / num_steps if num_steps else math.nan,
                     )
                 )
     return summarise(name, answers)

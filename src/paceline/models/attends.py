@@ -13,15 +13,36 @@ from torch import Tensor
 from paceline.ops.attention import attention, causal_attention
 
 
+def document_visibility(documents_BT: Tensor) -> Tensor:
+    """Causal attention in rows of several documents: bool [B, T, T], true where a row may see a key.
+
+    Args:
+        documents_BT: int, -1 in padding; a padding row sees itself alone, so that no row is empty.
+    """
+    index_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
+    same = documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1)
+    earlier = (index_T.unsqueeze(1) >= index_T) & (documents_BT >= 0).unsqueeze(2)
+    return (same & earlier) | (index_T.unsqueeze(1) == index_T)
+
+
 class WholeSequence:
-    """Causal attention over complete, right-padded sequences: feature capture and parity tests."""
+    """Causal attention over complete, right-padded sequences: feature capture and parity tests.
+
+    Args:
+        documents_BT: int, which sequence of its row a token belongs to, -1 in padding, where rows hold several; None
+            takes every row for one.
+    """
+
+    def __init__(self, documents_BT: Tensor | None = None) -> None:
+        self._visible = None if documents_BT is None else document_visibility(documents_BT).unsqueeze(1)
 
     def __call__(
         self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor, *, sink_N: Tensor | None = None
     ) -> Tensor:
-        """Attend within each row; `layer` makes no difference."""
+        """Attend within each sequence; `layer` makes no difference."""
         assert sink_N is None, "targets have no attention sinks"
-        mixed = causal_attention(q_BTNH.transpose(1, 2), k_BTMH.transpose(1, 2), v_BTMH.transpose(1, 2))
+        q, k, v = (rows.transpose(1, 2) for rows in (q_BTNH, k_BTMH, v_BTMH))
+        mixed = causal_attention(q, k, v) if self._visible is None else attention(q, k, v, visible=self._visible)
         return mixed.transpose(1, 2)
 
 

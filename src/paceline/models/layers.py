@@ -80,6 +80,27 @@ class Linear(Block):
         self.mode = mode
         self._packed = pack_weight(self.weight) if mode != "plain" and can_pack(self.weight) else None
 
+    def some_outputs(self, ids: Tensor) -> Linear:
+        """The product that gives these outputs alone, in the same arithmetic; its weight is a copy.
+
+        Args:
+            ids: int64, which outputs, in order.
+        """
+        assert self.bias is None, "output heads and tables have none"
+        part = Linear(self.weight.shape[1], 0)
+        part.weight = nn.Parameter(self.weight.detach()[ids.to(self.weight.device)], requires_grad=False)
+        part.set_mode(self.mode)
+        return part
+
+
+def score_rows(head: Linear, hidden: Tensor) -> Tensor:
+    """Scores of an output head, [..., D] to [..., V]; a lone row is filled up where products are packed."""
+    if head.is_packed and hidden.shape[:-1] == (1, 1):
+        filled: Tensor = head(hidden.expand(1, FILLED_ROWS, -1))
+        return filled[:, :1]
+    scores: Tensor = head(hidden)
+    return scores
+
 
 def set_linear_mode(model: nn.Module, mode: LinearMode) -> int:
     """Set the arithmetic of every `Linear` in a model and of its norms; returns how many weights are now packed.

@@ -21,6 +21,7 @@ from paceline.checkpoint.gguf import open_gguf
 from paceline.checkpoint.locate import locate_drafter, locate_target, read_json
 from paceline.checkpoint.names import dense_target_destinations, dense_target_ignored, drafter_destinations
 from paceline.checkpoint.target_config import read_target_contract
+from paceline.checkpoint.token_counts import read_token_counts
 from paceline.checkpoint.tokenizer import TextTokenizer, open_tokenizer
 from paceline.checkpoint.weights import (
     load_strict,
@@ -62,6 +63,7 @@ class LoadedDrafter:
     contract: DrafterContract
     num_draft_tokens: int
     checked_on: DenseTarget | None = None  # the target that it was checked on, and whose tables it may share
+    token_counts_W: Tensor | None = None  # int64, by target id: how often it is in the answers of the training data
 
 
 def resolve_device(device: str) -> torch.device:
@@ -169,6 +171,7 @@ def load_drafter(
     if check_contract:
         check_fit(contract, target.contract)
         require_taps(target.model, contract.aux_hidden_stream)
+    token_counts_W = read_token_counts(folder, target.contract.vocab_size)
     weight = target.model.norm.weight
     drafter = empty_drafter(contract, weight.dtype, weight.device)
     destinations = drafter_destinations(contract)
@@ -180,7 +183,9 @@ def load_drafter(
         _replay_stored(folder, target, drafter)
     if shared:
         _log.info("drafter %s: its %s is the target's, bit for bit, and shared", folder.name, " and ".join(shared))
-    return LoadedDrafter(drafter, contract, num_draft_tokens or contract.num_draft_tokens, checked_on=target.model)
+    return LoadedDrafter(
+        drafter, contract, num_draft_tokens or contract.num_draft_tokens, target.model, token_counts_W=token_counts_W
+    )
 
 
 def _check_num_draft_tokens(asked: int, contract: DrafterContract) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 QUERY_TILE = 8  # query rows per call in row-invariant arithmetic
 KEY_TILE = 64  # its numbers of keys are multiples of this
 _ALIGNED_WIDTH = 16  # its head sizes are multiples of this: odd strides change the order of summation
+_ALIGNED_KEYS = 16  # torch copies a bias whose rows do not begin at multiples of this
 
 
 def attention_reference(
@@ -65,6 +66,41 @@ def attention(
     if visible is not None and visible.shape[-2] != 1:
         visible = visible.expand(*visible.shape[:-2], T, S).repeat(*([1] * (visible.dim() - 2)), N // M, 1)
     return functional.scaled_dot_product_attention(q, k_BMSH, v_BMSH, attn_mask=visible).reshape(B, N, T, H)
+
+
+def bias_of(visible_BTS: Tensor, num_copies: int, dtype: torch.dtype) -> Tensor:
+    """A mask in the form that fused kernels read, for `attention_with_bias` of every layer of a pass.
+
+    From a bool mask torch makes the same numbers anew at each call, in some five operations.
+
+    Args:
+        visible_BTS: bool, true where a query row may see a key; each row sees at least one.
+        num_copies: G, query heads that share keys.
+        dtype: of the queries.
+    Returns:
+        [B, 1, G * T, S], 0 or -inf.
+    """
+    rows_BRS = visible_BTS.repeat(1, num_copies, 1)
+    B, R, S = rows_BRS.shape
+    padded = torch.zeros(B, 1, R, S + -S % _ALIGNED_KEYS, dtype=dtype, device=visible_BTS.device)
+    return padded[..., :S].masked_fill_(~rows_BRS.unsqueeze(1), -torch.inf)
+
+
+def attention_with_bias(q_BNTH: Tensor, k_BMSH: Tensor, v_BMSH: Tensor, bias_B1RS: Tensor) -> Tensor:
+    """`attention` with a mask from `bias_of`, to the same bits.
+
+    Args:
+        q_BNTH: queries, in the bias's dtype.
+        k_BMSH: keys; N = M * G.
+        v_BMSH: values.
+        bias_B1RS: for R = G * T rows.
+    Returns:
+        [B, N, T, H].
+    """
+    B, _, _, H = q_BNTH.shape
+    q_BMRH = q_BNTH.reshape(B, k_BMSH.shape[1], -1, H)
+    mixed = functional.scaled_dot_product_attention(q_BMRH, k_BMSH, v_BMSH, attn_mask=bias_B1RS)
+    return mixed.view(q_BNTH.shape)
 
 
 def causal_attention(q_BNTH: Tensor, k_BMTH: Tensor, v_BMTH: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from paceline.ops.top_k_tokens import top_k_tokens
+from paceline.ops.top_k_tokens import group_maxima, top_k_tokens
 
 
 class LowRankBias(NamedTuple):
@@ -69,12 +69,13 @@ def linear_cross_entropy_reference(
 
 
 class _Terms(NamedTuple):
-    """Weights of the terms, and whether somebody wants sum min(p, q)."""
+    """Weights of the terms, and whether somebody wants sum min(p, q), or the best ids."""
 
     kl: float
     ce: float
     l1: float
     wants_acceptance: bool
+    wants_candidates: bool
 
 
 def _chunk_loss_and_gradient(
@@ -86,8 +87,9 @@ def _chunk_loss_and_gradient(
     ce: float,
     l1: float,
     wants_acceptance: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Weighted loss, its gradient with respect to the logits, which best ids are right, and sum min(p, q)."""
+    wants_candidates: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Weighted loss, its gradient with respect to the logits, which best ids are right, sum min(p, q), group maxima."""
     log_q = logits_RV.float().log_softmax(-1)
     correct = logits_RV.argmax(-1) == labels_R
     loss = torch.zeros((), dtype=torch.float32, device=logits_RV.device)
@@ -111,8 +113,9 @@ def _chunk_loss_and_gradient(
     if ce:
         loss = loss + ce * (weights_R * -log_q.gather(1, labels_R[:, None]).squeeze(1)).sum()
         gradient = gradient.scatter_add(1, labels_R[:, None], torch.full_like(weights_R[:, None], -ce))
+    maxima_RG = group_maxima(logits_RV) if wants_candidates else logits_RV.new_empty(0)
     # In the head's dtype: the next product reads it in that form, and half as many bytes cross memory.
-    return loss, (gradient * weights_R[:, None]).to(logits_RV.dtype), correct, acceptance
+    return loss, (gradient * weights_R[:, None]).to(logits_RV.dtype), correct, acceptance, maxima_RG
 
 
 class _Options(NamedTuple):
@@ -156,11 +159,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + options.chunk_rows)
             teacher_RV = teacher_RD[rows] @ teachers_VD.T if teacher_RD is not None else None
             logits_RV = states_RE[rows] @ columns_VE.T
-            loss, gradient_RV, correct_R, acceptance_R = options.chunk_function(
+            loss, gradient_RV, correct_R, acceptance_R, maxima_RG = options.chunk_function(
                 logits_RV, teacher_RV, labels_R[rows], weights_R[rows], *options.terms
             )
             if num_candidates:
-                candidates.append(top_k_tokens(logits_RV, num_candidates)[1])
+                candidates.append(top_k_tokens(logits_RV, num_candidates, maxima_RG=maxima_RG)[1])
             total = total + loss
             on_states.append(gradient_RV @ columns_VE)
             if on_columns_VE.shape[1]:
@@ -227,7 +230,7 @@ def linear_cross_entropy(
         The weighted sum (not mean) and the figures of the rows.
     """
     assert teacher_RD is not None or not (kl or l1 or wants_acceptance), "terms that compare need the teacher's states"
-    terms = _Terms(kl, ce, l1, wants_acceptance)
+    terms = _Terms(kl, ce, l1, wants_acceptance, num_candidates > 0)
     if not (kl or l1 or wants_acceptance):
         teacher_RD = None
     code_RK, table_VK = (None, None) if bias is None else bias

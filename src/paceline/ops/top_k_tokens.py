@@ -43,12 +43,20 @@ def ids_of_keys(keys: Tensor) -> Tensor:
     return _LAST_ID - (keys & _LAST_ID)
 
 
-def top_k_tokens(scores_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def group_maxima(scores_RV: Tensor) -> Tensor:
+    """The largest score of every whole group of ids, [..., V // 64]: what `top_k_tokens` reads the table for."""
+    num_groups = scores_RV.shape[-1] // _GROUP
+    maxima_RG: Tensor = scores_RV[..., : num_groups * _GROUP].unflatten(-1, (num_groups, _GROUP)).amax(dim=-1)
+    return maxima_RG
+
+
+def top_k_tokens(scores_RV: Tensor, k: int, *, maxima_RG: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Find the k largest scores of every row; of equal ones at the border the lowest ids stay.
 
     Args:
         scores_RV: [..., V], any float dtype, without NaN; float64 is sorted whole.
         k: at most V.
+        maxima_RG: `group_maxima(scores_RV)`, from whoever had them for less.
     Returns:
         values [..., k] descending and int64 ids [..., k], equal values by ascending id.
     """
@@ -61,7 +69,7 @@ def top_k_tokens(scores_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
         ids = torch.arange(V, device=scores_RV.device)
         keys = order_keys(scores_RV, ids)
     else:
-        ids = _ids_in_best_groups(scores_RV[..., : num_groups * _GROUP], num_groups, k)
+        ids = _ids_in_best_groups(group_maxima(scores_RV) if maxima_RG is None else maxima_RG, k)
         if V % _GROUP:
             odd_ids = torch.arange(num_groups * _GROUP, V, device=ids.device)
             ids = torch.cat((ids, odd_ids.expand(*ids.shape[:-1], -1)), dim=-1)
@@ -70,8 +78,7 @@ def top_k_tokens(scores_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return scores_RV.gather(-1, best_ids), best_ids
 
 
-def _ids_in_best_groups(scores_RV: Tensor, num_groups: int, k: int) -> Tensor:
-    maxima_RG = scores_RV.unflatten(-1, (num_groups, _GROUP)).amax(dim=-1)
-    keys_RG = order_keys(maxima_RG, torch.arange(num_groups, device=scores_RV.device))
+def _ids_in_best_groups(maxima_RG: Tensor, k: int) -> Tensor:
+    keys_RG = order_keys(maxima_RG, torch.arange(maxima_RG.shape[-1], device=maxima_RG.device))
     groups = ids_of_keys(keys_RG.topk(k, dim=-1).values)
     return (groups.unsqueeze(-1) * _GROUP + torch.arange(_GROUP, device=groups.device)).flatten(-2)

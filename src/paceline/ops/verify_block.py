@@ -36,6 +36,7 @@ from paceline.ops.dispatch import choose
 from paceline.ops.finalise_block import SOUND, Verdict, fault_of_rows, finalise_block_triton
 from paceline.ops.sample_tokens import NO_TOKEN, pick_largest
 from paceline.ops.target_distribution import rows_are_greedy
+from paceline.ops.token_rules import MAX_CHUNK_BYTES, request_chunks
 from paceline.ops.vocab_statistics import vocab_statistics_triton
 
 __all__ = ["VERIFY_METHODS", "VerifiedBlock", "VerifyMethod", "is_lossless", "verify_block"]
@@ -198,7 +199,10 @@ def _draw_every_row(processed_BLV: Tensor, seed_B: Tensor, anchor_position_B: Te
 def _log_p_of_drafts(draft_ids_BK: Tensor, processed_BKV: Tensor) -> Tensor:
     logits_BKV = processed_BKV.float()
     drafted_BK = logits_BKV.gather(2, draft_ids_BK.clamp(min=0).unsqueeze(2)).squeeze(2)
-    return drafted_BK - torch.logsumexp(logits_BKV, dim=-1)
+    if draft_ids_BK.shape[1] < 2:  # torch sums a lone row in another order
+        return drafted_BK - torch.logsumexp(logits_BKV, dim=-1)
+    chunks = request_chunks(logits_BKV, MAX_CHUNK_BYTES)
+    return drafted_BK - torch.cat([torch.logsumexp(logits_BKV[chunk], dim=-1) for chunk in chunks])
 
 
 def _rows_behind(

@@ -7,47 +7,83 @@ order of batches is a pure function of (seed, step), so a resumed run continues 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.capture.token_file import read_token_file
-from paceline.errors import DataError, RequestError
+from paceline.capture.token_file import TokenFile, read_token_file
+from paceline.errors import DataError
+from paceline.training.chats import ChatEncoder, read_chats
+
+_log = logging.getLogger(__name__)
 
 _BUCKET = 64  # row lengths are rounded up to this, which bounds the number of tensor shapes
 _WINDOW = 16  # batches whose conversations are sorted by length together, to pad less
 
 
-class ChatEncoder(Protocol):
-    """What reading chat files needs of a tokenizer."""
+@dataclass(frozen=True)
+class Packing:
+    """Where the conversations of packed rows lie; fields as in `Batch`."""
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
-        """Messages through the target's template; at the end, if asked for, what opens the assistant's turn."""
-        ...
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of rendered text, special tokens included."""
-        ...
+    positions_BS: Tensor
+    documents_BS: Tensor
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded conversations. B rows, S tokens."""
+    """Right-padded rows of one conversation each or, packed, of several. B rows, S tokens.
 
-    token_ids_BS: Tensor  # int64, 0 in padding
-    supervised_BS: Tensor  # bool, never true in padding
-    lengths_B: Tensor  # int64
+    Attributes:
+        token_ids_BS: int64, 0 in padding.
+        supervised_BS: bool, never true in padding.
+        lengths_B: int64, tokens of each row without padding.
+        positions_BS: int64, counted from the start of each conversation.
+        documents_BS: int32, which conversation of its row a token belongs to, -1 in padding.
+        rows: indices of the conversations in each row; None where they came from no set.
+        is_packed: whether a row may hold several conversations.
+    """
+
+    token_ids_BS: Tensor
+    supervised_BS: Tensor
+    lengths_B: Tensor
+    positions_BS: Tensor
+    documents_BS: Tensor
+    rows: tuple[tuple[int, ...], ...] | None = None
+    is_packed: bool = False
+
+    @classmethod
+    def of_rows(
+        cls,
+        token_ids_BS: Tensor,
+        supervised_BS: Tensor | None = None,
+        lengths_B: Tensor | None = None,
+        rows: tuple[tuple[int, ...], ...] | None = None,
+    ) -> Batch:
+        """One conversation per row; by default nothing is supervised and nothing is padding."""
+        B, S = token_ids_BS.shape
+        device = token_ids_BS.device
+        position_S = torch.arange(S, device=device)
+        if supervised_BS is None:
+            supervised_BS = torch.zeros(B, S, dtype=torch.bool, device=device)
+        if lengths_B is None:
+            lengths_B = torch.full((B,), S, device=device)
+        documents_BS = -(position_S >= lengths_B.unsqueeze(1)).int()
+        return cls(token_ids_BS, supervised_BS, lengths_B, position_S.expand(B, S), documents_BS, rows)
+
+    @property
+    def packing(self) -> Packing | None:
+        """Where conversations lie, if rows may hold several; what reads None may take each row for one."""
+        return Packing(self.positions_BS, self.documents_BS) if self.is_packed else None
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on a device; a GPU copy does not wait."""
-        move = [t.to(device, non_blocking=True) for t in (self.token_ids_BS, self.supervised_BS, self.lengths_B)]
-        return Batch(*move)
+        names = ("token_ids_BS", "supervised_BS", "lengths_B", "positions_BS", "documents_BS")
+        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
 
 @dataclass(frozen=True)
@@ -87,7 +123,40 @@ class Conversations:
             start = int(self.starts[index])
             tokens[row, :length] = self.tokens[start : start + length]
             supervised[row, :length] = self.supervised[start : start + length]
-        return Batch(torch.from_numpy(tokens), torch.from_numpy(supervised), torch.from_numpy(lengths))
+        rows = tuple((int(index),) for index in indices)
+        return Batch.of_rows(torch.from_numpy(tokens), torch.from_numpy(supervised), torch.from_numpy(lengths), rows)
+
+    def packed_batch(self, rows: Sequence[Sequence[int]], max_length: int) -> Batch:
+        """Rows of exactly `max_length` tokens, each of several conversations one after another.
+
+        Args:
+            rows: conversation indices of each row, as `PackedOrder` gives them.
+            max_length: tokens of a row; a conversation that is longer is cut on the right.
+        """
+        tokens = np.zeros((len(rows), max_length), np.int64)
+        supervised = np.zeros(tokens.shape, bool)
+        positions = np.zeros(tokens.shape, np.int64)
+        documents = np.full(tokens.shape, -1, np.int32)
+        lengths = np.zeros(len(rows), np.int64)
+        for row, indices in enumerate(rows):
+            for document, index in enumerate(indices):
+                start = int(self.starts[index])
+                length = min(int(self.starts[index + 1]) - start, max_length)
+                span = slice(int(lengths[row]), int(lengths[row]) + length)
+                tokens[row, span] = self.tokens[start : start + length]
+                supervised[row, span] = self.supervised[start : start + length]
+                positions[row, span] = np.arange(length)
+                documents[row, span] = document
+                lengths[row] += length
+        return Batch(
+            torch.from_numpy(tokens),
+            torch.from_numpy(supervised),
+            torch.from_numpy(lengths),
+            torch.from_numpy(positions),
+            torch.from_numpy(documents),
+            rows=tuple(tuple(map(int, row)) for row in rows),
+            is_packed=True,
+        )
 
     def fingerprint(self) -> str:
         """SHA-256 of ids, marks and borders: what a resumed run compares."""
@@ -107,6 +176,43 @@ def join(parts: Sequence[Conversations]) -> Conversations:
     )
 
 
+def drop_short(conversations: Conversations, *, max_length: int, min_supervised: int) -> Conversations:
+    """Leave out the conversations of which too little is left to learn from once they are cut; says how many.
+
+    Args:
+        conversations: to train on.
+        max_length: cut of each conversation.
+        min_supervised: supervised tokens before the cut that a conversation needs, besides a place for a block; 0
+            leaves everything as it is.
+    Raises:
+        DataError: nothing would remain.
+    """
+    if min_supervised == 0:
+        return conversations
+    lengths = np.diff(conversations.starts)
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    position = np.arange(len(owner)) - np.repeat(conversations.starts[:-1], lengths)
+    supervised = conversations.supervised & (position < max_length)
+    starts_block = supervised[:-1] & supervised[1:] & (owner[:-1] == owner[1:]) & (position[:-1] > 0)
+    count = np.bincount(owner[supervised], minlength=len(lengths))
+    kept = (count >= min_supervised) & (np.bincount(owner[:-1][starts_block], minlength=len(lengths)) > 0)
+    if not kept.any():
+        raise DataError(
+            f"none of {len(lengths)} conversations has {min_supervised} supervised tokens among its first {max_length}",
+            hint="a smaller data.min_supervised or a larger data.max_length",
+        )
+    if kept.all():
+        return conversations
+    _log.info(
+        "%d of %d conversations left out: fewer than %d supervised tokens among the first %d",
+        np.count_nonzero(~kept),
+        len(lengths),
+        min_supervised,
+        max_length,
+    )
+    return conversations.select(np.flatnonzero(kept))
+
+
 def split_held_out(conversations: Conversations, hold_out: int) -> tuple[Conversations, Conversations]:
     """Training and held-out conversations; the held-out ones are the last `hold_out` of the file.
 
@@ -123,24 +229,28 @@ def split_held_out(conversations: Conversations, hold_out: int) -> tuple[Convers
 
 
 def read_conversations(path: Path, *, vocab_size: int, encoder: ChatEncoder | None = None) -> Conversations:
-    """Read a token file (.npz) or a chat file (.jsonl).
+    """Read a token file (.npz), a chat file (.jsonl) or a folder of captured conversations.
 
     Args:
         path: `.npz` with `tokens`, `prompt_len` and `response_len`, all conversations end to end; or one JSON object
-            per line with `messages`, of which assistant turns are supervised.
+            per line with `messages`, of which assistant turns are supervised; or what `paceline capture prompts` made.
         vocab_size: ids must lie below it.
         encoder: renders and encodes chats; needed for `.jsonl`.
     Raises:
         DataError: missing, unreadable, of another layout, or with ids outside the vocabulary.
     """
-    if not path.is_file():
+    if not path.exists():
         raise DataError(f"no such data file: {path}", hint="check data.files in the run's settings")
-    if path.suffix == ".npz":
-        conversations = _read_tokens(path)
+    if path.is_dir():
+        from paceline.capture.prompts import read_captured  # brings the engine along, which no file needs
+
+        conversations = _answers_supervised(read_captured(path))
+    elif path.suffix == ".npz":
+        conversations = _answers_supervised(read_token_file(path))
     elif path.suffix == ".jsonl":
         if encoder is None:
             raise DataError(f"{path} holds chats, and the target has no chat template to render them")
-        conversations = _read_chats(path, encoder)
+        conversations = _joined(read_chats(path, encoder))
     else:
         raise DataError(f"{path} is neither .npz nor .jsonl", hint="token arrays as .npz, chats as .jsonl")
     if len(conversations) == 0 or conversations.num_supervised == 0:
@@ -154,94 +264,18 @@ def read_conversations(path: Path, *, vocab_size: int, encoder: ChatEncoder | No
     return replace(conversations, tokens=conversations.tokens.astype(np.int32))
 
 
-def _read_tokens(path: Path) -> Conversations:
-    file = read_token_file(path)
+def _answers_supervised(file: TokenFile) -> Conversations:
     supervised = np.zeros(file.tokens.size, bool)
     for start, prompt, end in zip(file.starts[:-1], file.prompt_lengths, file.starts[1:], strict=True):
         supervised[start + prompt : end] = True
     return Conversations(file.tokens, supervised, file.starts)
 
 
-def _read_chats(path: Path, encoder: ChatEncoder) -> Conversations:
-    rows: list[tuple[list[int], list[bool]]] = []
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # str.splitlines would also cut inside JSON strings
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {path}: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            messages = json.loads(line)["messages"]
-            turns = [{"role": _text(m["role"]), "content": _text(m["content"])} for m in messages]
-        except (ValueError, TypeError, KeyError) as error:
-            raise DataError(
-                f"{path}:{number} is not a chat: {error!r}",
-                hint='{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}',
-            ) from error
-        if any(turn["role"] == "assistant" for turn in turns):
-            rows.append(encode_turns(turns, encoder, where=f"{path}:{number}"))
+def _joined(rows: Sequence[tuple[list[int], list[bool]]]) -> Conversations:
     tokens = [np.array(ids, np.int32) for ids, _ in rows] or [np.empty(0, np.int32)]
     marks = [np.array(mark, bool) for _, mark in rows] or [np.empty(0, bool)]
     starts = np.concatenate([[0], np.cumsum([len(ids) for ids, _ in rows])]).astype(np.int64)
     return Conversations(np.concatenate(tokens), np.concatenate(marks), starts)
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"expected text, found {value!r}")
-    return value
-
-
-def encode_turns(
-    turns: Sequence[Mapping[str, str]], encoder: ChatEncoder, *, where: str
-) -> tuple[list[int], list[bool]]:
-    """Token ids of a chat and their supervision marks, through the target's own template.
-
-    An assistant turn is what the render with it adds to the render that asks for it, up to the last token that the
-    target itself would write: text that the template puts after the end token is context, not a label.
-
-    Raises:
-        DataError: the template rewrites earlier turns, so no border can be drawn.
-    """
-    ids: list[int] = []
-    marks: list[bool] = []
-    for index, turn in enumerate(turns):
-        if turn["role"] != "assistant":
-            continue
-        try:
-            prompt = encoder.encode(encoder.render_chat(turns[:index], add_generation_prompt=True))
-            whole = encoder.encode(encoder.render_chat(turns[: index + 1], add_generation_prompt=False))
-            trailing = _num_trailing(encoder, turns[:index])
-        except RequestError as error:
-            raise DataError(f"{where}: {error.message}", hint=error.hint) from error
-        if prompt[: len(ids)] != ids or whole[: len(prompt)] != prompt:
-            raise DataError(
-                f"{where}: adding turn {index} changes the tokens before it, so its own cannot be told apart",
-                hint="one assistant turn per conversation (some templates rewrite earlier ones), no leading blank line",
-            )
-        marks += [False] * (len(prompt) - len(ids)) + [True] * (len(whole) - len(prompt))
-        if trailing:
-            marks[-trailing:] = [False] * trailing
-        ids = whole
-    return ids, marks
-
-
-def _num_trailing(encoder: ChatEncoder, history: Sequence[Mapping[str, str]]) -> int:
-    """Tokens that the template puts after the end token of an assistant turn.
-
-    Two answers that share no token are rendered: what both renders end in is the end token and what follows it.
-    """
-    renders = [
-        encoder.encode(
-            encoder.render_chat([*history, {"role": "assistant", "content": answer}], add_generation_prompt=False)
-        )
-        for answer in ("0", "yes")
-    ]
-    same = 0
-    while same < min(map(len, renders)) and renders[0][-1 - same] == renders[1][-1 - same]:
-        same += 1
-    return max(same - 1, 0)
 
 
 class BatchOrder:

@@ -13,6 +13,7 @@ from paceline.models.drafters.eagle3 import Eagle3Drafter
 from paceline.models.drafters.proposal import DraftSampling
 from paceline.models.drafters.table import Drafter
 from paceline.training.anchors import Blocks
+from paceline.training.data import Batch
 from paceline.training.eagle3 import draft_chains
 from paceline.training.features import TargetFeatures
 from paceline.training.objective import Features, draft_blocks
@@ -21,7 +22,7 @@ _HEAD_ROWS = 8192  # rows of logits at a time
 
 
 def states_after_labels(
-    drafter: Drafter, target: TargetFeatures, features: Features, token_ids_BS: Tensor, blocks: Blocks
+    drafter: Drafter, target: TargetFeatures, features: Features, batch: Batch, blocks: Blocks
 ) -> Tensor:
     """The state behind every draft if all drafts before it were right, [B, A, K, D].
 
@@ -29,7 +30,7 @@ def states_after_labels(
         drafter: of any family.
         target: lends the embedding.
         features: of these conversations.
-        token_ids_BS: int64.
+        batch: the conversations.
         blocks: anchors and labels, of one row more than the contract drafts.
     """
     num_drafts = drafter.contract.num_draft_tokens
@@ -39,7 +40,7 @@ def states_after_labels(
             drafter,
             target,
             features.taps,
-            token_ids_BS,
+            batch,
             blocks.anchors_BA,
             num_drafts,
             lambda k, out_BAD: labels_BAQ[:, :, k],
@@ -48,9 +49,7 @@ def states_after_labels(
     return drafter.predicted_rows(draft_blocks(drafter, features.taps, rows, blocks))
 
 
-def greedy_drafts(
-    drafter: Drafter, target: TargetFeatures, features: Features, token_ids_BS: Tensor, blocks: Blocks
-) -> Tensor:
+def greedy_drafts(drafter: Drafter, target: TargetFeatures, features: Features, batch: Batch, blocks: Blocks) -> Tensor:
     """What the drafter would propose from every anchor, int64 [B, A, K], by the code that serves it.
 
     Arguments as for `states_after_labels`; an EAGLE-3 drafter reads its own drafts, not the labels.
@@ -64,10 +63,10 @@ def greedy_drafts(
             return drafts[-1]
 
         num_drafts = drafter.contract.num_draft_tokens
-        states = draft_chains(drafter, target, features.taps, token_ids_BS, blocks.anchors_BA, num_drafts, draw)
+        states = draft_chains(drafter, target, features.taps, batch, blocks.anchors_BA, num_drafts, draw)
         draw(num_drafts, states[:, :, -1])
         return torch.stack(drafts, dim=2)
-    hidden_BAKD = states_after_labels(drafter, target, features, token_ids_BS, blocks).to(dtype)
+    hidden_BAKD = states_after_labels(drafter, target, features, batch, blocks).to(dtype)
     B, A, K = hidden_BAKD.shape[:3]
     num_blocks = max(1, _HEAD_ROWS // K)
     anchor_ids = blocks.labels_BAQ[:, :, 0].flatten()

@@ -17,9 +17,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from paceline.models.attends import WholeSequence
 from paceline.models.drafters.eagle3 import Eagle3Drafter
 from paceline.models.drafters.vocabulary import Lender
-from paceline.ops.attention import attention, causal_attention
+from paceline.ops.attention import attention
+from paceline.training.anchors import same_document
+from paceline.training.data import Batch
 
 NextIds = Callable[[int, Tensor], Tensor]
 
@@ -31,12 +34,14 @@ class _Chains:
     Attributes:
         settled_BAS: bool, settled rows that a block's rows see.
         own_AA: bool, a block's row among the rows of all blocks.
+        whole: attention of whole conversations.
         settled: per layer, keys and values of the whole conversations, [B, M, S, H].
         drafted: per layer, the same of every further pass, each [B, M, A, H].
     """
 
     settled_BAS: Tensor
     own_AA: Tensor
+    whole: WholeSequence = field(default_factory=WholeSequence)
     settled: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     drafted: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
 
@@ -48,7 +53,7 @@ class _Chains:
         q, k, v = (rows.transpose(1, 2) for rows in (q_BTNH, k_BTMH, v_BTMH))
         if layer not in self.settled:
             self.settled[layer] = k, v
-            return causal_attention(q, k, v).transpose(1, 2)
+            return self.whole(layer, q_BTNH, k_BTMH, v_BTMH)
         drafted = self.drafted.setdefault(layer, [])
         drafted.append((k, v))
         keys, values = zip(self.settled[layer], *drafted, strict=True)
@@ -61,7 +66,7 @@ def draft_chains(
     drafter: Eagle3Drafter,
     target: Lender,
     taps: Sequence[Tensor],
-    token_ids_BS: Tensor,
+    batch: Batch,
     anchors_BA: Tensor,
     num_drafts: int,
     next_ids: NextIds,
@@ -72,7 +77,7 @@ def draft_chains(
         drafter: to be trained or scored; every layer sees all there is.
         target: lends the embedding.
         taps: each [B, S, D], of the whole conversations.
-        token_ids_BS: int64.
+        batch: the conversations.
         anchors_BA: int64, at least 1 where anybody cares for the result.
         num_drafts: K.
         next_ids: takes k, from 1, and what the head reads for draft k, [B, A, D]; gives draft k itself or, in training,
@@ -82,22 +87,29 @@ def draft_chains(
     """
     contract = drafter.contract
     assert all(window is None for window in contract.layer_windows), "rows of a block see every settled row"
-    S = token_ids_BS.shape[1]
-    position_S = torch.arange(S, device=token_ids_BS.device)
+    token_ids_BS, packing = batch.token_ids_BS, batch.packing
+    key_S = torch.arange(token_ids_BS.shape[1], device=token_ids_BS.device)
     starts_BA = (anchors_BA - 1).clamp(min=0)
+    settled_BAS = key_S <= starts_BA.unsqueeze(-1)
+    # What stands behind a conversation's last row does not matter: no block starts there.
+    following_BS = torch.cat((token_ids_BS[:, 1:], token_ids_BS[:, -1:]), dim=1)
+    start_positions_BA = starts_BA
+    if packing is not None:
+        settled_BAS = settled_BAS & same_document(packing.documents_BS, starts_BA)
+        start_positions_BA = packing.positions_BS.gather(1, starts_BA)
     chains = _Chains(
-        settled_BAS=position_S <= starts_BA.unsqueeze(-1),
-        own_AA=torch.eye(anchors_BA.shape[1], dtype=torch.bool, device=anchors_BA.device),
+        settled_BAS,
+        torch.eye(anchors_BA.shape[1], dtype=torch.bool, device=anchors_BA.device),
+        WholeSequence(None if packing is None else packing.documents_BS),
     )
-    following_BS = torch.cat((token_ids_BS[:, 1:], token_ids_BS[:, -1:]), dim=1)  # no block starts at the last row
     out_BSD, recycled_BSD = drafter(
-        drafter.embed(following_BS, target), drafter.features(taps), position_S.expand(token_ids_BS.shape), chains
+        drafter.embed(following_BS, target), drafter.features(taps), batch.positions_BS, chains
     )
     index_BAD = starts_BA.unsqueeze(-1).expand(-1, -1, out_BSD.shape[-1])
     out_BAD, hidden_BAD = out_BSD.gather(1, index_BAD), recycled_BSD.gather(1, index_BAD)
     states, last = [out_BAD], drafter.position_table.shape[0] - 1
     for k in range(1, num_drafts):
         embeddings_BAD = drafter.embed(next_ids(k, out_BAD), target)
-        out_BAD, hidden_BAD = drafter(embeddings_BAD, hidden_BAD, (starts_BA + k).clamp(max=last), chains)
+        out_BAD, hidden_BAD = drafter(embeddings_BAD, hidden_BAD, (start_positions_BA + k).clamp(max=last), chains)
         states.append(out_BAD)
     return torch.stack(states, dim=2)

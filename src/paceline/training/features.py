@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from paceline.checkpoint.contract import AuxHiddenStream, TargetLayerId
-from paceline.models.attends import WholeSequence
+from paceline.models.sequence_attend import sequence_attend
 from paceline.models.taps import TapCollector
 from paceline.models.targets.dense import DenseTarget
+from paceline.training.compiling import CompiledLayers
+from paceline.training.data import Batch
 from paceline.training.objective import Features
 
 
@@ -21,20 +24,28 @@ class TargetFeatures:
         target: on its device, in its dtype, in eval mode; never changed.
         layer_ids: tapped layers, ascending.
         stream: which of the target's streams they are read from.
+        is_compiled: run the target's layers through torch.compile.
     """
 
     def __init__(
-        self, target: DenseTarget, layer_ids: Sequence[TargetLayerId], stream: AuxHiddenStream = "prefix"
+        self,
+        target: DenseTarget,
+        layer_ids: Sequence[TargetLayerId],
+        stream: AuxHiddenStream = "prefix",
+        *,
+        is_compiled: bool = False,
     ) -> None:
         self._target, self._stream = target, stream
+        self._layers = CompiledLayers(target) if is_compiled else contextlib.nullcontext()
         self._layer_ids = tuple(layer_ids)
 
     @torch.no_grad()
-    def __call__(self, token_ids_BS: Tensor) -> Features:
+    def __call__(self, batch: Batch) -> Features:
         """Taps and post-norm states of right-padded rows; padding computes, and no block may look at it."""
         taps = TapCollector.of_layers(self._layer_ids, self._stream)
-        positions = torch.arange(token_ids_BS.shape[1], device=token_ids_BS.device).expand(token_ids_BS.shape)
-        hidden = self._target(token_ids_BS, positions, WholeSequence(), taps)
+        attend = sequence_attend(self._target, batch.documents_BS if batch.is_packed else None)
+        with self._layers:
+            hidden = self._target(batch.token_ids_BS, batch.positions_BS, attend, taps)
         return Features(taps.collected(), hidden)
 
     @torch.no_grad()

@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
-import numpy as np
-import torch
-
-from paceline.checkpoint.export import split_fused, write_drafter_folder
-from paceline.checkpoint.names import drafter_destinations
 from paceline.checkpoint.weights import disk_full_as_capacity_error, write_text_atomic
-from paceline.configuration.load import to_toml
 from paceline.configuration.run import TrainRun
-from paceline.errors import ConfigError, NumericError
-from paceline.models.building import empty_drafter
-from paceline.models.fingerprint import PROBE_TOKENS, record_fingerprint
+from paceline.errors import NumericError
 from paceline.models.loading import LoadedTarget, resolve_device
-from paceline.training.contract import drafter_contract
-from paceline.training.data import Batch, BatchOrder, Conversations, join, read_conversations, split_held_out
-from paceline.training.features import TargetFeatures
+from paceline.training.batches import anchor_generators
+from paceline.training.data import Batch
+from paceline.training.exporting import export_drafter, export_folder
 from paceline.training.interrupt import StopRequest
-from paceline.training.objective import Objective
+from paceline.training.measuring import measure_held_out
 from paceline.training.optimizer import RateSchedule, make_optimizer
-from paceline.training.provenance import file_hashes, run_identity, versions
-from paceline.training.resume import Progress, latest_checkpoint, load_state, save_state
-from paceline.training.simulate import simulate
-from paceline.training.starting import starting_drafter
-from paceline.training.step import StepResult, StepSettings, train_step
-from paceline.training.tracking import Meter, MetricsFile
+from paceline.training.preparing import RunParts, prepare_run
+from paceline.training.provenance import run_identity
+from paceline.training.ranks import Ranks
+from paceline.training.resume import Progress, load_state, save_state
+from paceline.training.run_folder import checkpoint_to_start_from, locked, prepare_folder
+from paceline.training.step import StepResult, train_step
+from paceline.training.strategies import make_strategy
+from paceline.training.tracking import Meter, Sinks, open_sinks
 
 _log = logging.getLogger(__name__)
 
@@ -58,74 +55,80 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class TrainingData:
-    """Conversations to train on, and those held out, by file."""
+class TrainingProgress:
+    """What is known after a step.
 
-    train: Conversations
-    held_out: Mapping[str, Conversations]
-
-
-def read_data(run: TrainRun, target: LoadedTarget) -> TrainingData:
-    """Read and split every file of a run.
-
-    Raises:
-        DataError: names the file and what is wrong with it.
+    Attributes:
+        step: steps done.
+        num_steps: of the whole run.
+        row: a row of metrics that this step wrote, if it did; a step that wrote two is told of twice.
     """
-    train, held_out = [], {}
-    for path in run.data.files:
-        encoder = target.tokenizer if target.tokenizer.has_chat_template else None
-        conversations = read_conversations(path, vocab_size=target.contract.vocab_size, encoder=encoder)
-        learned, kept = split_held_out(conversations, run.data.hold_out)
-        train.append(learned)
-        is_taken = path.name in held_out  # two folders may hold files of one name
-        held_out[str(path) if is_taken else path.name] = kept
-    return TrainingData(join(train), held_out)
+
+    step: int
+    num_steps: int
+    row: Mapping[str, object] | None
 
 
-def train(run: TrainRun, target: LoadedTarget, *, resume: bool = False) -> Outcome:
+def train(
+    run: TrainRun,
+    target: LoadedTarget,
+    *,
+    resume: bool = False,
+    on_progress: Callable[[TrainingProgress], None] | None = None,
+    ranks: Ranks | None = None,
+) -> Outcome:
     """Run to the end, or to the first request to stop.
 
     Args:
         run: validated settings.
         target: loaded with plain linears on the run's device.
         resume: continue from the newest checkpoint in the output folder.
+        on_progress: is told of every step, on the first rank.
+        ranks: the processes that share the run, all of which call this; None is a process alone.
     Raises:
-        ConfigError: the output folder holds another run, or nothing to resume.
+        ConfigError: the output folder holds another run, is in use, or holds nothing to resume; or the batch cannot be
+            shared evenly.
         DataError: data that cannot be used.
         NumericError: the loss stayed non-finite; the token ids of the last step are on disk, and so is the last
             checkpoint.
         CapacityError: the disk is full.
+        OtherRankFailedError: another rank failed first; its error is one of those above.
     """
-    data = read_data(run, target)
-    return _Run(run, target, data).execute(resume=resume)
+    ranks = ranks or Ranks.alone(resolve_device(run.device))
+    parts = ranks.together(lambda: prepare_run(run, target, ranks))
+    with _output_folder(run, ranks, resume=resume) as latest:
+        return _Run(run, target, parts, ranks, on_progress).execute(latest)
+
+
+@contextlib.contextmanager
+def _output_folder(run: TrainRun, ranks: Ranks, *, resume: bool) -> Iterator[Path | None]:
+    """The checkpoint to start from, while nobody else trains into the folder."""
+    with contextlib.ExitStack() as lock:
+
+        def enter() -> Path | None:
+            checkpoint_to_start_from(run.output, resume=resume)  # a refused run makes no folder
+            lock.enter_context(locked(run.output))
+            return checkpoint_to_start_from(run.output, resume=resume)
+
+        yield ranks.first_only(enter)
 
 
 class _Run:
     """The parts of one run, put together once."""
 
-    def __init__(self, run: TrainRun, target: LoadedTarget, data: TrainingData) -> None:
-        self.run, self.target, self.data = run, target, data
-        self.device = resolve_device(run.device)
-        is_gpu = self.device.type == "cuda"
-        weights = run.objective.loss_weights
-        self.settings = StepSettings(
-            objective=Objective(
-                kl=weights.get("kl", 0.0),
-                ce=weights.get("ce", 0.0),
-                gamma=run.objective.gamma,
-                chunk_rows=run.objective.chunk_rows,
-                compiled=is_gpu,
-                selector=run.objective.selector_weight,
-                l1=weights.get("l1", 0.0),
-                confidence=run.objective.confidence_weight,
-            ),
-            num_anchors=run.schedule.num_anchors,
-            clip_norm=run.optimizer.clip_norm,
-            mixed_precision=is_gpu,
+    def __init__(
+        self,
+        run: TrainRun,
+        target: LoadedTarget,
+        parts: RunParts,
+        ranks: Ranks,
+        on_progress: Callable[[TrainingProgress], None] | None,
+    ) -> None:
+        self.run, self.target, self.parts, self.ranks, self.on_progress = run, target, parts, ranks, on_progress
+        self.drafter, self.features, self.settings = parts.drafter, parts.features, parts.settings
+        self.strategy = make_strategy(
+            self.drafter, self.features, self.settings.objective, ranks, run.distributed.strategy
         )
-        self.contract = drafter_contract(run, target.contract)
-        self.drafter = starting_drafter(run, self.contract, target, data.train, self.device)
-        self.features = TargetFeatures(target.model, self.contract.target_layer_ids, self.contract.aux_hidden_stream)
         self.optimizer = make_optimizer(
             self.drafter, weight_decay=run.optimizer.weight_decay, betas=run.optimizer.betas
         )
@@ -136,152 +139,143 @@ class _Run:
             run.optimizer.decay_share,
             run.optimizer.final_share,
         )
-        lengths = np.minimum(np.diff(data.train.starts), run.data.max_length)
-        self.order = BatchOrder(lengths, run.schedule.batch_size, run.seed)
+        self.identity = run_identity(run, parts.data.train, target.model)
         self.checkpoints = run.output / "checkpoints"
+        self.sinks: Sinks | None = None
 
-    def execute(self, *, resume: bool) -> Outcome:
+    def execute(self, latest: Path | None) -> Outcome:
         """Train, evaluate, save, export."""
-        run = self.run
-        progress = self._start(resume)
-        metrics = MetricsFile(run.output / "metrics.jsonl", resume_step=progress.step if resume else None)
-        checkpoint = latest_checkpoint(self.checkpoints)
+        progress = self._start(latest)
+        try:
+            outcome = self._train(progress, latest)
+        except BaseException:
+            with contextlib.suppress(OSError):  # a full disk would hide what went wrong first
+                self._close()
+            raise
+        with disk_full_as_capacity_error(self.run.output):
+            self._close()
+        return outcome
+
+    def _start(self, latest: Path | None) -> Progress:
+        """Restore the newest state, if there is one, and prepare the output folder."""
+        run, ranks = self.run, self.ranks
+        _log.info(
+            "%d conversations, %d supervised tokens, %d batches per epoch, %d trainable parameters",
+            len(self.parts.data.train),
+            self.parts.data.train.num_supervised,
+            self.parts.batches.per_epoch,
+            sum(p.numel() for p in self.drafter.parameters()),
+        )
+        progress = Progress(0, 0)
+        if latest is not None:
+            progress = ranks.together(lambda: load_state(latest, self.drafter, self.optimizer, self.identity))
+            _log.info("resumed at step %d from %s", progress.step, latest)
+
+        def prepare() -> None:
+            # Only now: a run that is refused must leave the folder of the other one as it was.
+            prepare_folder(run, sys.argv)
+            self.sinks = open_sinks(run.output, run.tracking, progress.step if latest is not None else None)
+
+        ranks.first_only(prepare)
+        return progress
+
+    def _train(self, progress: Progress, checkpoint: Path | None) -> Outcome:
+        run, ranks = self.run, self.ranks
         bad_in_a_row = 0
-        meter = Meter(progress.step, run.schedule.num_steps)
-        with StopRequest() as stop, ThreadPoolExecutor(1) as loader:
-            for step, batches in self._batches(progress.step, loader):
+        meter = Meter(progress.step, run.schedule.num_steps, total=ranks.total if ranks.size > 1 else None)
+        with StopRequest() as stop, contextlib.closing(self.parts.batches.from_step(progress.step)) as steps:
+            for step, batches in steps:
                 rate = self.rates.rate(progress.num_updates)  # a skipped step does not advance the schedule
                 result = self._step(step, batches, rate)
                 is_finite = bool(result.is_finite)
                 bad_in_a_row = 0 if is_finite else bad_in_a_row + 1
                 progress = Progress(step + 1, progress.num_updates + is_finite)
-                meter.add(result)
+                meter.add(result, result.counters)
                 done = progress.step == run.schedule.num_steps
-                is_stopped = stop.is_set and not done  # read once: a request that comes later waits for the next border
+                # Read once, at the same border on every rank: a request that comes later waits for the next one.
+                is_stopped = ranks.any(stop.is_set) and not done
                 saves = progress.step % run.checkpoint.every == 0 or done or is_stopped
+                rows: list[Mapping[str, object]] = []
                 # A row ends wherever a checkpoint does: a resumed run then goes on without a gap.
                 if progress.step % _REPORT_EVERY == 0 or saves or not is_finite:
-                    metrics.append(meter.row(progress.step, rate))
+                    rows.append(meter.row(progress.step, rate))
                 if bad_in_a_row == _MOST_BAD_STEPS:
-                    raise self._gave_up(step, batches)
+                    self._report(progress.step, rows)
+                    ranks.first_only(partial(self._give_up, step, batches))
                 if progress.step % run.evaluate.every == 0 or done:
-                    metrics.append(self._evaluate(progress.step))
+                    rows.append(self._evaluate(progress.step))
+                self._report(progress.step, rows)
+                # Before the checkpoint: a run that is killed between the two exports again, instead of not at all.
+                if run.checkpoint.export_every and progress.step % run.checkpoint.export_every == 0 and not done:
+                    self._export(progress.step, is_last=False)
                 if saves:
                     checkpoint = self._save(progress)
                 if is_stopped:
                     return Outcome(progress.step, False, checkpoint, None)
-        return Outcome(progress.step, True, checkpoint, self._export(progress.step))
+        return Outcome(progress.step, True, checkpoint, self._export(progress.step, is_last=True))
 
-    def _start(self, resume: bool) -> Progress:
-        """Prepare the output folder and, if asked, restore the newest state."""
-        latest = latest_checkpoint(self.checkpoints)
-        if resume and latest is None:
-            raise ConfigError(f"nothing to resume: no checkpoint in {self.checkpoints}", hint="start without --resume")
-        if not resume and latest is not None:
-            raise ConfigError(
-                f"{self.run.output} already holds a run, saved at {latest.name}",
-                hint="--resume to continue it, or another output folder",
-            )
-        _log.info(
-            "%d conversations, %d supervised tokens, %d batches per epoch, %d trainable parameters",
-            len(self.data.train),
-            self.data.train.num_supervised,
-            self.order.batches_per_epoch,
-            sum(p.numel() for p in self.drafter.parameters()),
+    def _step(self, step: int, batches: Sequence[Batch], rate: float) -> StepResult:
+        return train_step(
+            self.drafter,
+            self.features,
+            self.optimizer,
+            batches,
+            anchor_generators(self.run.seed, step),
+            rate,
+            self.settings,
+            self.strategy,
         )
-        progress = Progress(0, 0)
-        if latest is not None:
-            progress = load_state(latest, self.drafter, self.optimizer, self._identity())
-            _log.info("resumed at step %d from %s", progress.step, latest)
-        # Only now: a run that is refused must leave the folder of the other one as it was.
-        with disk_full_as_capacity_error(self.run.output):
-            self.run.output.mkdir(parents=True, exist_ok=True)
-        write_text_atomic(self.run.output / "config.toml", to_toml(self.run))
-        return progress
 
-    def _batches(self, first_step: int, loader: ThreadPoolExecutor) -> Iterator[tuple[int, list[Batch]]]:
-        """Batches of every step from `first_step` on, the next one being read while this one trains."""
-        parts = self.run.schedule.accumulation
+    def _report(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
+        """Write rows of metrics, and tell of the step."""
 
-        def read(step: int) -> list[Batch]:
-            indices = [self.order(step * parts + part) for part in range(parts)]
-            return [self.data.train.batch(rows, self.run.data.max_length) for rows in indices]
+        def append() -> None:
+            for row in rows:
+                assert self.sinks is not None, "the first rank opened them at the start"
+                self.sinks.append(row)
 
-        upcoming = loader.submit(read, first_step)
-        for step in range(first_step, self.run.schedule.num_steps):
-            batches = upcoming.result()
-            upcoming = loader.submit(read, step + 1)
-            yield step, batches
+        if rows:
+            self.ranks.first_only(append)
+        if self.on_progress is not None and self.ranks.is_first:
+            told: Sequence[Mapping[str, object] | None] = rows or [None]
+            for row in told:
+                self.on_progress(TrainingProgress(step, self.run.schedule.num_steps, row))
 
-    def _step(self, step: int, batches: list[Batch], rate: float) -> StepResult:
-        def generator(part: int) -> torch.Generator:
-            mixed = np.random.SeedSequence([self.run.seed, step, part]).generate_state(1, np.uint64)[0]
-            return torch.Generator().manual_seed(int(mixed) & (2**63 - 1))
-
-        return train_step(self.drafter, self.features, self.optimizer, batches, generator, rate, self.settings)
+    def _close(self) -> None:
+        if self.sinks is not None:
+            self.sinks.close()
 
     def _evaluate(self, step: int) -> dict[str, object]:
-        """Simulated acceptance on held-out conversations, file by file."""
-        wanted = self.run.evaluate.num_conversations
-        if wanted:
-            wanted = max(1, wanted // len(self.data.held_out))
-        row: dict[str, object] = {"kind": "evaluate", "step": step}
-        for name, conversations in self.data.held_out.items():
-            chosen = conversations.select(range(min(wanted, len(conversations))))
-            if len(chosen) == 0:
-                continue
-            found = simulate(
+        with self.strategy.whole():
+            return measure_held_out(
+                self.run,
                 self.drafter,
                 self.features,
-                chosen,
-                batch_size=self.run.evaluate.batch_size,
-                max_length=self.run.data.max_length,
+                self.parts.data.held_out,
+                step,
+                self.ranks,
                 mixed_precision=self.settings.mixed_precision,
             )
-            row[name] = {
-                "acceptance_length": found.acceptance_length,
-                "all_anchor_length": found.all_anchor_length,
-                "per_position": found.per_position,
-                "num_conversations": len(chosen),
-            }
-            _log.info(
-                "step %d held out %s: acceptance length %.3f (all anchors %.3f)",
-                step,
-                name,
-                found.acceptance_length,
-                found.all_anchor_length,
-            )
-        return row
 
     def _save(self, progress: Progress) -> Path:
-        keep = self.run.checkpoint.keep
-        return save_state(self.checkpoints, self.drafter, self.optimizer, progress, self._identity(), keep=keep)
-
-    def _export(self, step: int) -> Path:
-        """Write the drafter folder, in bf16, with the fingerprint of the target that it was trained on."""
-        exported = empty_drafter(self.contract, torch.bfloat16, self.device)
-        exported.load_state_dict(self.drafter.state_dict())
-        exported.vocabulary.set_tables(self.drafter.vocabulary.target_ids_V, None)
-        probe_source = next((c for c in self.data.held_out.values() if len(c)), self.data.train)
-        probe = [int(token) for token in probe_source.tokens[:PROBE_TOKENS]]  # across borders, if texts are short
-        folder = self.run.output / "drafter"
-        write_drafter_folder(
-            folder,
-            self.contract,
-            split_fused(exported.checkpoint_parameters(), drafter_destinations(self.contract)),
-            record_fingerprint(self.target.model, exported, probe),
-            {"step": step, **self._identity(), "data.files": file_hashes(self.run.data.files), "versions": versions()},
-            draft_to_target=exported.vocabulary.target_ids_V,
+        return save_state(
+            self.checkpoints,
+            self.drafter,
+            self.optimizer,
+            progress,
+            self.identity,
+            keep=self.run.checkpoint.keep,
+            ranks=self.ranks,
         )
-        return folder
 
-    def _identity(self) -> dict[str, object]:
-        return run_identity(self.run, self.data.train, self.target.model)
+    def _export(self, step: int, *, is_last: bool) -> Path:
+        folder = export_folder(self.run.output, step, is_last=is_last)
+        return export_drafter(folder, self.run, self.parts, self.target, self.identity, step, self.ranks)
 
-    def _gave_up(self, step: int, batches: list[Batch]) -> NumericError:
+    def _give_up(self, step: int, batches: Sequence[Batch]) -> NoReturn:
         dump = self.run.output / f"non-finite-step-{step}.json"
         write_text_atomic(dump, json.dumps([batch.token_ids_BS.tolist() for batch in batches]))
-        return NumericError(
+        raise NumericError(
             f"loss or gradient was not finite for {_MOST_BAD_STEPS} steps in a row, last at step {step}",
             origin={"token ids": dump, "run": self.run.output},
             hint="a smaller optimizer.learning_rate and another output folder",

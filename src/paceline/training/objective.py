@@ -22,6 +22,7 @@ from paceline.models.drafters.table import Drafter
 from paceline.ops.linear_cross_entropy import LowRankBias, linear_cross_entropy
 from paceline.training.anchors import Blocks, block_visibility
 from paceline.training.dspark import confidence_loss, markov_codes
+from paceline.training.position_weighting import adaptive_weights, label_cross_entropy
 from paceline.training.selector import SelectorRows, selector_loss
 
 
@@ -38,6 +39,8 @@ class Objective:
         selector: weight of a DFlash2 selector's loss, which mixes kl and ce as the drafter's own does.
         l1: weight of sum |p - q|, twice the share of drafts that sampling would refuse.
         confidence: weight of a DSpark confidence head's loss, which trains that head alone.
+        is_adaptive: weigh drafts by how far the drafter gets instead, by `position_weighting.py`; gamma then weighs
+            the confidence alone.
     """
 
     kl: float
@@ -48,6 +51,14 @@ class Objective:
     selector: float = 1.0
     l1: float = 0.0
     confidence: float = 1.0
+    is_adaptive: bool = False
+
+    def denominators(self, block_size: int) -> Tensor:
+        """float32 [Q]: what a draft that counts adds to the number that a step divides its loss by.
+
+        Adaptive weights move with the drafter, so drafts are counted instead.
+        """
+        return position_weights(block_size, None if self.is_adaptive else self.gamma)
 
 
 class Features(NamedTuple):
@@ -61,7 +72,7 @@ class Scores(NamedTuple):
     """Sums of one batch; means are taken by whoever pools batches. Row 0 of a block, the anchor, is never counted."""
 
     loss_sum: Tensor  # float32, differentiable: weighted sum over rows that count
-    weight_sum: Tensor  # float32
+    weight_sum: Tensor  # float32, what the loss is to be divided by
     correct_Q: Tensor  # int64, rows whose best id (a selector's choice, where there is one) was right, by block row
     counted_Q: Tensor  # int64
 
@@ -91,7 +102,7 @@ def draft_blocks(drafter: BlockDrafter, taps: Sequence[Tensor], block_embeddings
         taps: each [B, S, D], of the whole conversations.
         block_embeddings: [B, A, Q, D], what `drafter.embed` makes of [anchor, mask, ...]; with the layout
             anchor_sampling one row less than `blocks` has.
-        blocks: positions and anchors.
+        blocks: positions and anchors; in packed rows, also where conversations lie.
     Returns:
         [B, A, Q, D] after the drafter's final norm.
     """
@@ -99,10 +110,14 @@ def draft_blocks(drafter: BlockDrafter, taps: Sequence[Tensor], block_embeddings
     S = taps[0].shape[1]
     contract = drafter.contract
     features = drafter.backbone.context_features(taps)
-    context = drafter.backbone.context_kv(features, torch.arange(S, device=features.device).expand(B, S))
+    packing = blocks.packing
+    positions_BS = torch.arange(S, device=features.device).expand(B, S) if packing is None else packing.positions_BS
+    context = drafter.backbone.context_kv(features, positions_BS)
+    documents_BS = None if packing is None else packing.documents_BS
     kinds = list(zip(contract.layer_windows, contract.layer_causal, strict=True))
     masks = {
-        kind: block_visibility(blocks.anchors_BA, Q, S, window=kind[0], causal=kind[1]) for kind in dict.fromkeys(kinds)
+        kind: block_visibility(blocks.anchors_BA, Q, S, window=kind[0], causal=kind[1], documents_BS=documents_BS)
+        for kind in dict.fromkeys(kinds)
     }
     attend = BlocksOverContext(context, [masks[kind] for kind in kinds])
     rows = block_embeddings.to(features.dtype).flatten(1, 2)
@@ -146,16 +161,22 @@ def score_drafts(
         teacher_head_VD = head_VD[vocabulary.target_ids_V]
         labels_R = _draft_ids(vocabulary.target_ids_V, contract.target_vocab_size)[labels_R]
     confidence_head = drafter.confidence_head if isinstance(drafter, DSparkDrafter) else None
+    bias, weights_R = _markov_bias(drafter, hidden_BAKD, blocks, rows), rows.weights_R
+    if objective.is_adaptive:
+        losses_R = label_cross_entropy(
+            rows.hidden_RD, labels_R, student_head_VD, bias=bias, chunk_rows=objective.chunk_rows
+        )
+        weights_R = _adaptive_weights(losses_R, rows, blocks)
     found = linear_cross_entropy(
         rows.hidden_RD,
         rows.teacher_RD,
         labels_R,
-        rows.weights_R,
+        weights_R,
         student_head_VD,
         kl=objective.kl,
         ce=objective.ce,
         l1=objective.l1,
-        bias=_markov_bias(drafter, hidden_BAKD, blocks, rows),
+        bias=bias,
         teacher_head_VD=teacher_head_VD,
         chunk_rows=objective.chunk_rows,
         num_candidates=drafter.num_candidates if isinstance(drafter, DFlash2Drafter) else 0,
@@ -165,7 +186,7 @@ def score_drafts(
     loss, correct_R = found.loss, found.correct_R
     if isinstance(drafter, DFlash2Drafter):
         chosen = SelectorRows(
-            rows.hidden_RD, rows.teacher_RD, rows.labels_R, rows.previous_R, found.candidates_RC, rows.weights_R
+            rows.hidden_RD, rows.teacher_RD, rows.labels_R, rows.previous_R, found.candidates_RC, weights_R
         )
         kl, ce = objective.kl, objective.ce
         selected, correct_R = selector_loss(drafter.candidate_selector, chosen, head_VD, kl=kl, ce=ce)
@@ -179,14 +200,15 @@ def score_drafts(
     counted_Q = torch.bincount(block_row_R, minlength=Q)
     correct_Q = torch.bincount(block_row_R, weights=correct_R.double(), minlength=Q).long()
     # A batch without a single row still runs a backward that touches the drafter: + 0 * hidden.
-    return Scores(loss + 0.0 * hidden_BAKD.float().sum(), rows.weights_R.sum(), correct_Q, counted_Q)
+    weight_sum = objective.denominators(Q).to(hidden_BAKD.device)[block_row_R].sum()
+    return Scores(loss + 0.0 * hidden_BAKD.float().sum(), weight_sum, correct_Q, counted_Q)
 
 
 def _rows(hidden_BAKD: Tensor, features: Features, blocks: Blocks, objective: Objective) -> DraftRows:
     """Gather the drafts that count; the head is asked for no others."""
     conversation, block, draft = blocks.counts_BAQ[..., 1:].nonzero(as_tuple=True)
     place = (conversation, block, draft)
-    before_R = blocks.positions_BAQ[conversation, block, draft]  # of the token before the label
+    before_R = blocks.anchors_BA[conversation, block] + draft  # index of the token before the label
     weights_Q = position_weights(blocks.positions_BAQ.shape[-1], objective.gamma).to(hidden_BAKD.device)
     return DraftRows(
         hidden_RD=hidden_BAKD[place],
@@ -196,6 +218,14 @@ def _rows(hidden_BAKD: Tensor, features: Features, blocks: Blocks, objective: Ob
         weights_R=weights_Q[draft + 1],
         place=place,
     )
+
+
+def _adaptive_weights(losses_R: Tensor, rows: DraftRows, blocks: Blocks) -> Tensor:
+    """Weights of the rows, each block's from its own losses."""
+    counts_BAK = blocks.counts_BAQ[..., 1:]
+    losses_BAK = torch.zeros(counts_BAK.shape, dtype=torch.float32, device=losses_R.device)
+    losses_BAK[rows.place] = losses_R
+    return adaptive_weights(losses_BAK, counts_BAK)[rows.place]
 
 
 def _markov_bias(drafter: Drafter, hidden_BAKD: Tensor, blocks: Blocks, rows: DraftRows) -> LowRankBias | None:

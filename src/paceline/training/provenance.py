@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline import __version__
+from paceline.capture.shards import MANIFEST_FILE
 from paceline.configuration.run import TrainRun
 from paceline.models.layers import DecoderLayer
 from paceline.models.targets.dense import DenseTarget
@@ -16,18 +17,21 @@ from paceline.training.data import Conversations
 
 
 def file_hashes(files: Sequence[Path]) -> dict[str, str]:
-    """SHA-256 of every data file, by name."""
+    """SHA-256 of every data file by name; of a captured folder, of its manifest, which holds those of the shards."""
     hashes = {}
     for path in files:
-        with path.open("rb") as file:
+        with (path / MANIFEST_FILE if path.is_dir() else path).open("rb") as file:
             hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
     return hashes
 
 
 def run_identity(run: TrainRun, train: Conversations, target: DenseTarget) -> dict[str, object]:
     """What makes two attempts the same run: settings that change the numbers, data, target."""
-    settings = run.model_dump(mode="json", exclude={"output", "device", "evaluate", "checkpoint"})
+    settings = run.model_dump(
+        mode="json", exclude={"output", "device", "evaluate", "checkpoint", "tracking", "distributed"}
+    )
     settings["data"].pop("files")
+    settings["data"]["features"] = run.data.features is not None  # they may lie elsewhere, and are compared when opened
     settings["target"].pop("name")  # the weights below say which it is, wherever it lies
     sections = {section: values for section, values in settings.items() if isinstance(values, dict)}
     flat = {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}

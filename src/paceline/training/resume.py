@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.checkpoint.weights import (
     disk_full_as_capacity_error,
@@ -22,6 +22,8 @@ from paceline.checkpoint.weights import (
     write_text_atomic,
 )
 from paceline.errors import CheckpointError, ConfigError
+from paceline.training.ranks import Ranks
+from paceline.training.strategies import full_tensor, like_parameter
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -50,6 +52,12 @@ def latest_checkpoint(checkpoints: Path) -> Path | None:
     return complete[-1] if complete else None
 
 
+def remove_unfinished(checkpoints: Path) -> None:
+    """Take away what a process left behind that was killed while it saved."""
+    for folder in checkpoints.glob("step-*.unfinished"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def save_state(
     checkpoints: Path,
     drafter: nn.Module,
@@ -58,8 +66,11 @@ def save_state(
     identity: Mapping[str, object],
     *,
     keep: int,
+    ranks: Ranks | None = None,
 ) -> Path:
     """Write the state after a step, then remove all but the newest `keep` checkpoints.
+
+    What is written is whole tensors, whatever the ranks share it as, so another number of ranks can resume it.
 
     Args:
         checkpoints: folder of checkpoints.
@@ -68,17 +79,37 @@ def save_state(
         progress: how far the run is.
         identity: settings and hashes that a resumed run must share.
         keep: checkpoints left on disk, this one included.
+        ranks: all of them must call; the first one writes. None is a process alone.
     Raises:
         CapacityError: the disk is full; earlier checkpoints are untouched and nothing half-written remains.
     """
-    folder = step_folder(checkpoints, progress.step)
-    unfinished = folder.with_name(folder.name + ".unfinished")
+    ranks = ranks or Ranks.alone(torch.device("cpu"))
+    tensors = _whole_state(drafter, optimizer, keeps=ranks.is_first)
+    return ranks.first_only(lambda: _write(checkpoints, tensors, progress, identity, keep))
+
+
+def _whole_state(drafter: nn.Module, optimizer: torch.optim.Optimizer, *, keeps: bool) -> dict[str, Tensor]:
+    """Masters and moments on the CPU; ranks that keep nothing only help to put shards together."""
     tensors = {}
     for name, parameter in drafter.named_parameters():
-        tensors[f"master.{name}"] = parameter.detach().cpu()
-        for moment in _MOMENTS:
-            value = optimizer.state[parameter].get(moment) if parameter in optimizer.state else None
-            tensors[f"{moment}.{name}"] = torch.zeros_like(parameter, device="cpu") if value is None else value.cpu()
+        state = optimizer.state.get(parameter, {})
+        values = {"master": parameter, **{moment: state.get(moment) for moment in _MOMENTS}}
+        for kind, value in values.items():
+            whole = full_tensor(torch.zeros_like(parameter) if value is None else value)
+            if keeps:
+                tensors[f"{kind}.{name}"] = whole.cpu()
+    return tensors
+
+
+def _write(
+    checkpoints: Path,
+    tensors: Mapping[str, Tensor],
+    progress: Progress,
+    identity: Mapping[str, object],
+    keep: int,
+) -> Path:
+    folder = step_folder(checkpoints, progress.step)
+    unfinished = folder.with_name(folder.name + ".unfinished")
     try:
         with disk_full_as_capacity_error(folder):
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -100,7 +131,7 @@ def save_state(
 def load_state(
     folder: Path, drafter: nn.Module, optimizer: torch.optim.Optimizer, identity: Mapping[str, object]
 ) -> Progress:
-    """Restore everything from a checkpoint of the same run.
+    """Restore everything from a checkpoint of the same run, on every rank what is its own.
 
     Raises:
         CheckpointError: missing or damaged state, or another network.
@@ -126,8 +157,8 @@ def load_state(
         )
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(source.load(f"master.{name}"))
-            state = {moment: source.load(f"{moment}.{name}").to(parameter.device) for moment in _MOMENTS}
+            parameter.copy_(like_parameter(source.load(f"master.{name}"), parameter))
+            state = {moment: like_parameter(source.load(f"{moment}.{name}"), parameter) for moment in _MOMENTS}
             count = torch.tensor(float(progress.num_updates))
             is_fused = bool(optimizer.defaults.get("fused"))
             optimizer.state[parameter] = {"step": count.to(parameter.device) if is_fused else count, **state}

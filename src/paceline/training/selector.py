@@ -58,7 +58,8 @@ def selector_loss(
         kl: weight of KL(target || selector), both over the candidates alone.
         ce: weight of cross-entropy to the label.
     Returns:
-        The sum, float32, differentiable; and bool [R], whether the best-scored candidate is the label.
+        The sum, float32, differentiable; and bool [R], whether the drafter's own candidates hold the label and score it
+        best.
     """
     candidates_RC = with_labels(rows.candidates_RC, rows.labels_R)
     head_RCD = head_VD[candidates_RC]
@@ -75,5 +76,7 @@ def selector_loss(
         assert rows.teacher_RD is not None, "the KL term needs the teacher's states"
         log_p_RC = (head_RCD @ rows.teacher_RD.unsqueeze(-1)).squeeze(-1).float().log_softmax(-1)
         loss = loss + kl * (rows.weights_R * (log_p_RC.exp() * (log_p_RC - log_q_RC)).sum(-1)).sum()
-    is_right_R = is_label_RC.gather(1, log_q_RC.argmax(-1, keepdim=True)).squeeze(1)
+    # Serving never gets a label put among its candidates, so a row that needed it is not right, however it scores.
+    is_offered_R = (rows.candidates_RC == rows.labels_R[:, None]).any(dim=1)
+    is_right_R = is_offered_R & is_label_RC.gather(1, log_q_RC.argmax(-1, keepdim=True)).squeeze(1)
     return loss, is_right_R

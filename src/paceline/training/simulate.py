@@ -95,7 +95,7 @@ def simulate(
         anchors, valid = all_anchors(batch.supervised_BS)
         blocks = make_blocks(batch.token_ids_BS, batch.supervised_BS, anchors, valid, num_drafts + 1)
         with autocast(device, mixed_precision):
-            ids = greedy_drafts(drafter, target, target(batch.token_ids_BS), batch.token_ids_BS, blocks)
+            ids = greedy_drafts(drafter, target, target(batch), batch, blocks)
         labels = blocks.labels_BAQ[:, :, 1:]
         right = ids.eq(labels) & blocks.counts_BAQ[:, :, 1:]
         accepted_BA = right.long().cumprod(-1).sum(-1).cpu().numpy()

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, DataError
+from paceline.models.drafters.vocabulary import by_frequency
 from paceline.training.data import Conversations
 
 
@@ -40,12 +41,23 @@ def most_frequent_ids(
         always: ids that are kept whatever their count, such as stop tokens: a drafter without them loses the last
             block of every text.
     """
-    counts = np.bincount(conversations.tokens[conversations.supervised], minlength=vocab_size)
-    ranks = counts.copy()
-    ranks[list(always)] = counts.sum() + 1
-    chosen = np.sort(np.argsort(-ranks, kind="stable")[:size])
-    coverage = float(counts[chosen].sum() / max(counts.sum(), 1))
-    return ReducedVocabulary(torch.from_numpy(chosen.astype(np.int64)), coverage)
+    counts_W = count_response_tokens(conversations, vocab_size)
+    chosen_V = by_frequency(counts_W, always)[:size].sort().values
+    coverage = int(counts_W[chosen_V].sum()) / max(int(counts_W.sum()), 1)
+    return ReducedVocabulary(chosen_V, coverage)
+
+
+def count_response_tokens(conversations: Conversations, vocab_size: int) -> Tensor:
+    """How often each id is to be predicted, int64 [vocab_size].
+
+    Raises:
+        DataError: an id lies outside the vocabulary.
+    """
+    tokens = conversations.tokens[conversations.supervised]
+    counts = np.bincount(tokens, minlength=vocab_size).astype(np.int64)
+    if len(counts) > vocab_size:
+        raise DataError(f"the conversations hold token id {len(counts) - 1}; the vocabulary ends at {vocab_size - 1}")
+    return torch.from_numpy(counts)
 
 
 def require_coverage(vocabulary: ReducedVocabulary, wanted: float) -> None:

@@ -130,7 +130,7 @@ class FakeEngine:
         )
 
     def stats(self) -> Any:
-        return SimpleNamespace(num_dead_ends=self.num_dead_ends)
+        return SimpleNamespace(num_dead_ends=self.num_dead_ends, num_listed_ids=None, listed_share=None)
 
     def abort(self, request_id: str) -> None:
         if request_id in self.running:

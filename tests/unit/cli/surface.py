@@ -17,7 +17,8 @@ def current_surface() -> str:
     group: Any = typer.main.get_command(app)
     lines = [_line("paceline", parameter) for parameter in group.params]
     for name, verb in group.commands.items():
-        lines += [_line(name, parameter) for parameter in verb.params]
+        inner = getattr(verb, "commands", {"": verb})  # a verb with verbs of its own
+        lines += [_line(f"{name} {sub}".strip(), parameter) for sub, v in inner.items() for parameter in v.params]
     return "\n".join(lines) + "\n"
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.fakes import ByteTokenizer
 
-from paceline.engine.batching import next_chunk, step_batch
+from paceline.engine.batching import StepFlags, next_chunk, step_batch
 from paceline.engine.draft_stopper import DraftPlan
 from paceline.engine.output import RequestOutput
 from paceline.engine.running import RunningRequest
@@ -57,9 +57,9 @@ def test_a_step_has_rows_for_the_longest_waiting_block_that_it_may_verify() -> N
         request.num_prefilled = 10
         request.output.extend([5] * num_tokens)
     requests[0].num_waiting, requests[1].is_drafted = 2, True
-    plan = DraftPlan((3, 3))
+    plan, flags = DraftPlan((3, 3)), StepFlags().of(requests)
     for most_drafts, num_rows in ((7, 3), (1, 2), (0, 1)):
-        batch = step_batch(requests, make_state(), SETTINGS, plan, most_drafts=most_drafts, stopper=None)
+        batch = step_batch(requests, make_state(), SETTINGS, plan, flags=flags, most_drafts=most_drafts, stopper=None)
         assert (batch.rows.slots, batch.rows.starts, batch.rows.num_rows) == ([1, 0], [10, 12], num_rows)
         assert batch.rows.starts_B.tolist() == [10, 12]
     assert (batch.flags.all_greedy, batch.writes_context, batch.verify_method, batch.plan) == (
@@ -70,4 +70,16 @@ def test_a_step_has_rows_for_the_longest_waiting_block_that_it_may_verify() -> N
     )
     assert batch.grammar_mask_BTW is None
     requests[1].is_drafted = False
-    assert not step_batch(requests, make_state(), SETTINGS, plan, most_drafts=7, stopper=None).writes_context
+    batch = step_batch(requests, make_state(), SETTINGS, plan, flags=flags, most_drafts=7, stopper=None)
+    assert not batch.writes_context
+
+
+def test_flags_follow_the_requests_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    greedy, sampled = make_request(0), make_request(1, temperature=1.0)
+    flags = StepFlags()
+    assert flags.of([]).all_greedy and flags.of([greedy]).all_greedy
+    assert not flags.of([greedy, sampled]).all_greedy
+    with monkeypatch.context() as patch:
+        patch.setattr(SamplingFlags, "of", None)
+        assert not flags.of([greedy, sampled]).all_greedy, "the same requests are not looked over again"
+    assert flags.of([greedy]).all_greedy

@@ -67,3 +67,11 @@ def test_first_drafts_and_their_number() -> None:
     assert proposal.ids_BK.tolist() == [[-1, -1, -1], [8, 9, -1]]
     assert count_drafts(proposal.ids_BK).tolist() == [0, 2]
     assert count_drafts(torch.tensor([[4, -1, 5]])).tolist() == [1]
+
+
+def test_what_all_requests_share_is_not_copied_to_the_device() -> None:
+    plain = DraftPlan((3, 3), None, is_adaptive=(False, False), teaches=(True, True)).on(CPU)
+    assert plain == (3, None, None, None, None)
+    mixed = DraftPlan((3, 2), (0.5, 0.5, 0.5), is_adaptive=(True, False), teaches=(True, False)).on(CPU)
+    found = [None if part is None else part.tolist() for part in mixed[1:]]
+    assert found == [[3, 2], [0.5, 0.5, 0.5], [True, False], [True, False]]

@@ -243,7 +243,48 @@ def test_an_overflowing_draft_does_not_end_a_sound_request() -> None:
     assert engine._cache.planes.isfinite().all()
 
 
+def test_missing_drafts_cannot_spoil_a_neighbour_of_drafted_requests() -> None:
+    """Rows that a request only fills up hold its own anchor: here id 0, which nobody's text has, would be NaN."""
+    table = torch.full((8, 8), -20.0)
+    for before, after in ((1, 2), (2, 3), (3, 1), (5, 6), (6, 5)):
+        table[before, after] = 0.0
+    target = table_target(table)
+    target.model.embed_tokens.weight[0] = torch.nan
+    engine = replaying(target, {(1,): [2, 3, 1] * 4, (5,): [6, 5] * 6}, 3)
+    sampling = SamplingParameters(max_tokens=12)
+    drafted, plain = engine.generate([[1], [5]], [sampling, replace(sampling, draft_length="off")])
+    assert (drafted.finish_reason, drafted.token_ids) == ("length", (2, 3, 1) * 4)
+    assert (plain.finish_reason, plain.token_ids) == ("length", (6, 5) * 6)
+    assert engine.stats().num_numeric_errors == 0 and engine.stats().num_spoiled_blocks == 0
+
+
 # Slots, limits, interruptions
+
+
+def test_a_request_that_no_slot_can_hold_ends_and_lets_the_others_pass(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    target, drafter = loaded()
+    engine = Engine(target, drafter, EngineSettings(max_num_seqs=1))
+    admit = engine._state.admit
+
+    def short_of_memory(slot: int, sampling: SamplingParameters, *rest, **options) -> None:
+        if sampling.presence_penalty:
+            raise RuntimeError("not enough memory: you tried to allocate 9 bytes")
+        admit(slot, sampling, *rest, **options)
+
+    monkeypatch.setattr(engine._state, "admit", short_of_memory)
+    prompts = tiny_prompts([5, 6, 7])
+    with caplog.at_level(logging.ERROR):
+        first, failed, last = engine.generate(prompts, [LONG, replace(LONG, presence_penalty=1.0), LONG])
+    assert (failed.finish_reason, failed.token_ids, failed.text) == ("error", (), "")
+    assert failed.error is not None and "RuntimeError: not enough memory" in failed.error
+    assert "not enough memory" in caplog.text
+    right = Engine(target, drafter, EngineSettings(max_num_seqs=1)).generate([prompts[0], prompts[2]], LONG)
+    assert [first.token_ids, last.token_ids] == [result.token_ids for result in right]
+    stats = engine.stats()
+    assert (stats.num_finished, stats.num_dead_ends, stats.num_numeric_errors) == (3, 0, 0)
+    assert (stats.num_free_slots, stats.num_running, stats.num_waiting) == (1, 0, 0)
 
 
 def test_abort_frees_the_slot_and_keeps_what_was_delivered(story) -> None:

@@ -19,6 +19,16 @@ def test_whole_sequence_is_causal_and_ignores_padding() -> None:
     torch.testing.assert_close(WholeSequence()(0, q, k, v)[:, :4], y[:, :4])
 
 
+def test_documents_of_a_row_do_not_see_each_other() -> None:
+    q, k, v = torch.randn(2, 7, 4, 8), torch.randn(2, 7, 2, 8), torch.randn(2, 7, 2, 8)
+    documents = torch.tensor([[0, 0, 0, 1, 1, -1, -1], [0, 1, 1, 1, 1, 1, 1]], dtype=torch.int32)
+    y = WholeSequence(documents)(0, q, k, v)
+    for row, start, end in ((0, 0, 3), (0, 3, 5), (1, 0, 1), (1, 1, 7)):
+        alone = WholeSequence()(0, *(x[row : row + 1, start:end] for x in (q, k, v)))
+        torch.testing.assert_close(y[row : row + 1, start:end], alone, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(y[0, 5:], v[0, 5:].repeat_interleave(2, dim=1))  # padding sees itself
+
+
 def test_blocks_see_context_then_their_own_rows_in_that_order() -> None:
     context_k, context_v = torch.randn(1, 5, 2, 8), torch.randn(1, 5, 2, 8)
     q, k, v = torch.randn(1, 3, 4, 8), torch.randn(1, 3, 2, 8), torch.randn(1, 3, 2, 8)

@@ -15,6 +15,8 @@ from paceline.ops.attention import (
     attention,
     attention_reference,
     attention_row_invariant,
+    attention_with_bias,
+    bias_of,
     causal_attention,
 )
 
@@ -142,3 +144,22 @@ def test_a_visible_nan_does_show() -> None:
     v[:, 2] = float("nan")
     y = attention_row_invariant(q, k, v, visible)
     assert y[0, 0].isnan().all() and not y[0, 1].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_heads", "num_rows", "num_keys"), [(2, 3, 9), (6, 3, 16), (6, 1, 21), (4, 5, 33)])
+def test_a_bias_made_once_gives_the_bits_of_a_mask(
+    dtype: torch.dtype, num_heads: int, num_rows: int, num_keys: int
+) -> None:
+    generator = torch.Generator().manual_seed(num_keys)
+    q = torch.randn(2, num_heads, num_rows, 8, generator=generator).to(dtype)
+    k, v = (torch.randn(2, 2, num_keys, 8, generator=generator).to(dtype) for _ in range(2))
+    visible = torch.rand(2, num_rows, num_keys, generator=generator) < 0.5
+    visible[..., 0] = True
+    bias = bias_of(visible, num_heads // 2, dtype)
+    assert bias.shape == (2, 1, num_heads // 2 * num_rows, num_keys) and bias.stride(-2) % 16 == 0
+    right = attention(q, k, v, visible=visible.unsqueeze(1))
+    assert torch.equal(attention_with_bias(q, k, v, bias), right)
+    interleaved = bias.unflatten(2, (-1, num_rows)).transpose(2, 3).flatten(2, 3)  # rows of another head's order
+    if num_heads > 2 and num_rows > 1:
+        assert not torch.equal(attention_with_bias(q, k, v, interleaved), right)

@@ -11,6 +11,8 @@ from torch import Tensor
 from paceline.errors import ShapeError
 from paceline.ops.grouped_convolution import (
     grouped_convolution,
+    grouped_convolution_differentiable_triton,
+    grouped_convolution_gradients_triton,
     grouped_convolution_reference,
     grouped_convolution_triton,
 )
@@ -183,3 +185,55 @@ def test_the_kernel_reads_nothing_of_a_neighbour(kernel_device: torch.device) ->
     x[:3] = torch.nan
     there = [t.to(kernel_device) for t in (x, BASE, DELTA, offsets(3, 3))]
     torch.testing.assert_close(grouped_convolution_triton(*there)[3:].cpu(), Y[3:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("lengths", "num_taps", "num_groups", "group_size"),
+    [
+        ([3, 3], 2, 2, 2),
+        ([1], 1, 1, 1),
+        ([5, 1, 4], 3, 3, 7),
+        ([2, 2], 5, 9, 4),
+        ([8] * 5, 2, 36, 16),
+        ([4], 2, 1, 1100),
+        ([3] * 2, 2, 70, 16),
+    ],
+)
+def test_the_gradient_kernel_agrees_with_autograd_through_the_reference(
+    kernel_device: torch.device,
+    dtype: torch.dtype,
+    lengths: list[int],
+    num_taps: int,
+    num_groups: int,
+    group_size: int,
+) -> None:
+    rows, width = sum(lengths), num_groups * group_size
+    x, base = torch.randn(rows, width).to(dtype), torch.randn(num_taps, width)  # float32 masters beside 16-bit rows
+    projected = torch.full((rows, 2, num_taps, num_groups), torch.nan).to(dtype)
+    projected[:, 1] = torch.randn(rows, num_taps, num_groups)
+    dy, offset = torch.randn(rows, width).to(dtype), offsets(*lengths)
+    leaves = [t.clone().requires_grad_() for t in (x, base, projected[:, 1])]
+    expected = torch.autograd.grad(grouped_convolution_reference(*leaves, offset), leaves, dy)
+    there = [t.to(kernel_device) for t in (x, base, projected, offset)]
+    leaves = [there[0].requires_grad_(), there[1].requires_grad_(), there[2].requires_grad_()]
+    y = grouped_convolution_differentiable_triton(leaves[0], leaves[1], leaves[2][:, 1], there[3])
+    found = torch.autograd.grad(y, leaves, dy.to(kernel_device))
+    tolerance = {"rtol": 2e-5, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 2**-6, "atol": 2e-2}
+    for ours, theirs in zip((found[0], found[1], found[2][:, 1]), expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours.cpu(), theirs, **tolerance)
+    leaked = grouped_convolution_gradients_triton(
+        there[0], there[1], there[2][:, 1], torch.arange(rows).to(kernel_device), dy.to(kernel_device)
+    )
+    if len(lengths) > 1 and num_taps > 1:
+        assert (leaked[0].cpu() - expected[0]).abs().max() > 0.05
+
+
+def test_a_neighbour_owes_nothing_and_gets_nothing(kernel_device: torch.device) -> None:
+    """NaN in one block's rows and gradients stays out of every gradient of the other's rows."""
+    x, dy = X.clone(), torch.ones_like(X)
+    x[:3], dy[:3] = torch.nan, torch.nan
+    there = [t.to(kernel_device) for t in (x, BASE, DELTA, offsets(3, 3), dy)]
+    dx, _, ddelta = grouped_convolution_gradients_triton(*there)
+    assert torch.isfinite(dx[3:]).all() and torch.isfinite(ddelta[3:]).all()

@@ -210,3 +210,14 @@ def test_kernels_draw_the_same_numbers(domain: int, kernel_device: torch.device)
     word_RV = noise.hash32(seed_R.unsqueeze(1), position_R.unsqueeze(1), token_V, domain)
     assert torch.equal(uniform_RV.cpu(), noise.uniform_from_hash(word_RV))
     torch.testing.assert_close(gumbel_RV.cpu(), noise.gumbel_from_hash(word_RV), rtol=0, atol=4e-6)
+
+
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(7, 37), (3, 4099), (1, 400)])
+def test_rows_made_in_chunks_have_the_bits_of_rows_made_together(
+    num_rows: int, vocab_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seed_R, position_R = torch.arange(num_rows) * 10**12 - 5, torch.arange(num_rows) + 3
+    together = noise.gumbel_noise(seed_R, position_R, vocab_size, domain=noise.TARGET)
+    for chunk in (1, 100, 5000):
+        monkeypatch.setattr(noise, "_CPU_CHUNK", chunk)
+        assert torch.equal(noise.gumbel_noise(seed_R, position_R, vocab_size, domain=noise.TARGET), together)

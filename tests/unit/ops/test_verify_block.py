@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.errors import ShapeError
-from paceline.ops import acceptance, noise
+from paceline.ops import acceptance, noise, token_rules
 from paceline.ops.acceptance import accepts_draft, candidate_residual
 from paceline.ops.sample_tokens import sample_tokens
 from paceline.ops.target_distribution import process_logits
-from paceline.ops.verify_block import VERIFY_METHODS, VerifiedBlock, VerifyMethod, verify_block
+from paceline.ops.verify_block import VERIFY_METHODS, VerifiedBlock, VerifyMethod, _log_p_of_drafts, verify_block
 
 NEVER = -math.inf
 
@@ -438,3 +438,23 @@ def test_shapes_are_checked() -> None:
         )
     with pytest.raises(ValueError, match="log_q was given without candidate_ids"):
         verify([[0, 1]], random_rows(1, 3, 6), log_q_BKC=torch.zeros(1, 2, 1))
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 5])
+def test_requests_in_chunks_are_judged_as_all_together(num_drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(num_drafts)
+    logits = 4 * torch.randn(6, num_drafts + 1, 700, generator=generator)
+    draft_ids = torch.randint(0, 700, (6, num_drafts), generator=generator)
+    options = {
+        "temperature_B": torch.ones(6),
+        "seed_B": torch.arange(6),
+        "anchor_position_B": torch.arange(6) + 9,
+        "step_B": torch.zeros(6, dtype=torch.int64),
+    }
+    together = verify_block(draft_ids, logits, **options)
+    log_p = _log_p_of_drafts(draft_ids, logits[:, :-1])
+    monkeypatch.setattr(token_rules, "_CPU_CHUNK_BYTES", 1)
+    assert torch.equal(_log_p_of_drafts(draft_ids, logits[:, :-1]), log_p)
+    alone = verify_block(draft_ids, logits, **options)
+    assert torch.equal(alone.accepted_B, together.accepted_B)
+    assert torch.equal(alone.bonus_ids_B, together.bonus_ids_B)

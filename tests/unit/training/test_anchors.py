@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_mask
 
-from paceline.training.anchors import all_anchors, anchor_candidates, block_visibility, make_blocks, sample_anchors
+from paceline.training.anchors import (
+    all_anchors,
+    anchor_candidates,
+    block_visibility,
+    make_blocks,
+    sample_anchors,
+    sees_context,
+    sees_row,
+)
 
 
 def marks(text: str) -> Tensor:
@@ -172,6 +183,39 @@ def test_visibility_agrees_with_its_definition(
                     expected = block == other_block and near and not (causal and other_row > row)
                     assert bool(seen[context_size + other_block * block_size + other_row]) == expected
             assert seen[context_size + block * block_size + row]  # itself, always
+
+
+@given(
+    anchors=st.lists(st.integers(0, 11), min_size=1, max_size=4),
+    documents=st.lists(st.integers(-1, 2), min_size=12, max_size=12),
+    window=st.one_of(st.none(), st.integers(1, 14)),
+)
+def test_documents_hide_context_and_nothing_else(anchors: list[int], documents: list[int], window: int | None) -> None:
+    kind: dict[str, Any] = {"window": window, "causal": False}
+    plain = block_visibility(torch.tensor([anchors]), 3, 12, **kind)[0]
+    packed = block_visibility(torch.tensor([anchors]), 3, 12, documents_BS=torch.tensor([documents]), **kind)[0]
+    for block, anchor in enumerate(anchors):
+        same = torch.tensor([document == documents[anchor] for document in documents])
+        rows = slice(3 * block, 3 * block + 3)
+        assert torch.equal(packed[rows, :12], plain[rows, :12] & same)
+        assert torch.equal(packed[rows, 12:], plain[rows, 12:])
+
+
+@pytest.mark.parametrize(("window", "causal"), [(None, False), (4, True)])
+def test_the_mask_is_a_function_of_indices(window: int | None, causal: bool) -> None:
+    """A kernel that asks for one pair of a row and a key at a time gets the dense mask."""
+    documents, anchors, Q, S = torch.tensor([[0] * 5 + [1] * 6 + [-1] * 2] * 2), torch.tensor([[2, 8], [10, 0]]), 3, 13
+
+    def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        anchor, key = anchors[b, q // Q], k.clamp(max=S - 1)
+        pair = documents[b, anchor], documents[b, key]
+        context = sees_context(anchor, q % Q, key, window=window, documents=pair)
+        own = k - S
+        return torch.where(k < S, context, sees_row(q // Q, q % Q, own // Q, own % Q, window=window, causal=causal))
+
+    mask = create_mask(sees, 2, None, 2 * Q, S + 2 * Q, device="cpu")[:, 0]
+    dense = block_visibility(anchors, Q, S, window=window, causal=causal, documents_BS=documents)
+    assert torch.equal(mask, dense)
 
 
 def test_rows_of_a_batch_have_masks_of_their_own() -> None:

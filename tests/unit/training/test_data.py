@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.tiny_run import write_token_file
 
+from paceline.capture.shards import ShardFolder
 from paceline.errors import DataError, RequestError
-from paceline.training.data import BatchOrder, Conversations, join, read_conversations, split_held_out
+from paceline.training.data import BatchOrder, Conversations, drop_short, join, read_conversations, split_held_out
 
 SPECIAL = {"<": 1, ">": 2, "/": 3}  # start, end, newline
 
@@ -256,8 +258,43 @@ def test_files_that_are_not_there_or_of_another_kind(tmp_path: Path, name: str, 
     (tmp_path / "t.csv").write_text("1,2")
     with pytest.raises(DataError, match=message):
         read(tmp_path / name)
-    with pytest.raises(DataError, match="no such data file"):
-        read(tmp_path)  # a folder
+
+
+def captured(folder: Path, *shards: list[list[int]], content: str = "conversations") -> Path:
+    """A complete folder as `paceline capture prompts` leaves it; two tokens of every conversation are its prompt."""
+    opened = ShardFolder.open(folder, {"content": content}, len(shards), suffix=".npz")
+    for index, rows in enumerate(shards):
+
+        def fill(path: Path, rows: list[list[int]] = rows) -> dict[str, int]:
+            with path.open("wb") as file:
+                tiny = write_token_file(folder.parent / "rows.npz", rows, num_prompt_tokens=2)
+                file.write(tiny.read_bytes())
+            return {"conversations": len(rows)}
+
+        opened.write(index, fill)
+    opened.finish()
+    return folder
+
+
+def test_a_folder_of_captured_conversations_reads_like_a_file(tmp_path: Path) -> None:
+    shards = [[5, 6, 7, 8], [9, 10, 11]], [[12, 13, 14]]
+    folder = captured(tmp_path / "captured", *shards)
+    whole = write_token_file(tmp_path / "whole.npz", [*shards[0], *shards[1]], num_prompt_tokens=2)
+    assert read(folder).fingerprint() == read(whole).fingerprint()
+    assert read(folder).supervised.tolist() == [False] * 2 + [True] * 2 + [False] * 2 + [True] + [False] * 2 + [True]
+    with pytest.raises(DataError, match="vocabulary has 14"):
+        read(folder, vocab_size=14)
+
+
+def test_a_folder_of_something_else_or_an_unfinished_one_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError):
+        read(tmp_path)
+    with pytest.raises(DataError, match="holds no conversations"):
+        read(captured(tmp_path / "features", [[5, 6, 7]], content="features"))
+    folder = captured(tmp_path / "captured", [[5, 6, 7, 8]], [[12, 13, 14]])
+    ShardFolder.read(folder).path(1).unlink()
+    with pytest.raises(DataError):
+        read(folder)
 
 
 # --- sets and batches ---
@@ -295,6 +332,40 @@ def test_selecting_joining_and_splitting_keep_conversations_whole() -> None:
     assert len(split_held_out(whole, 0)[1]) == 0
     with pytest.raises(DataError, match="3 conversations, of which hold_out keeps 3"):
         split_held_out(whole, 3)
+
+
+def short_ones() -> Conversations:
+    """Supervised tokens: the first two, 3 apart from each other, 4 in a row, 6 in a row of which 4 lie far out."""
+    marks = ["##....", "..#.#.#", ".####..", "....######"]
+    starts = np.concatenate([[0], np.cumsum([len(mark) for mark in marks])]).astype(np.int64)
+    supervised = np.array([letter == "#" for letter in "".join(marks)])
+    return Conversations(np.arange(len(supervised), dtype=np.int32), supervised, starts)
+
+
+@pytest.mark.parametrize(
+    ("max_length", "least", "kept"),
+    [
+        (10, 0, [0, 1, 2, 3]),
+        (10, 1, [2, 3]),  # no block can start in the others: never at the first token, nor without a successor
+        (10, 5, [3]),
+        (6, 2, [2, 3]),  # the cut leaves two
+        (6, 3, [2]),
+    ],
+)
+def test_too_little_to_learn_from_is_left_out_and_counted(
+    max_length: int, least: int, kept: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    everything = short_ones()
+    with caplog.at_level("INFO"):
+        found = drop_short(everything, max_length=max_length, min_supervised=least)
+    assert found.fingerprint() == everything.select(kept).fingerprint()
+    message = f"{4 - len(kept)} of 4 conversations left out: fewer than {least} supervised tokens among the first"
+    assert (message in caplog.text) == (len(kept) < 4)
+
+
+def test_nothing_left_to_learn_from_is_refused() -> None:
+    with pytest.raises(DataError, match="none of 4 conversations has 9 supervised tokens among its first 8"):
+        drop_short(short_ones(), max_length=8, min_supervised=9)
 
 
 def test_the_fingerprint_notices_ids_marks_and_borders() -> None:

@@ -16,6 +16,7 @@ from paceline.models.drafters.heads import MarkovHead
 from paceline.models.drafters.proposal import DraftSampling
 from paceline.training import objective as objective_module
 from paceline.training.anchors import Blocks, make_blocks
+from paceline.training.data import Batch
 from paceline.training.drafting import greedy_drafts, states_after_labels
 from paceline.training.dspark import confidence_loss, markov_codes
 from paceline.training.features import TargetFeatures
@@ -45,7 +46,7 @@ class Case:
         self.drafter, self.target = make_drafter(name), tiny_target()
         self.features_of = TargetFeatures(self.target, self.drafter.contract.target_layer_ids)
         self.tokens = torch.randint(0, 60, (2, NUM_TOKENS), generator=torch.Generator().manual_seed(5))
-        self.features = self.features_of(self.tokens)
+        self.features = self.features_of(Batch.of_rows(self.tokens))
         self.anchors = torch.tensor(anchors or [[5, 7, 12], [6, 9, 17]])
         self.supervised = torch.ones(2, NUM_TOKENS, dtype=torch.bool)
 
@@ -55,7 +56,9 @@ class Case:
         return make_blocks(self.tokens, self.supervised, self.anchors, valid, NUM_DRAFTS + 1)
 
     def states(self) -> Tensor:
-        return states_after_labels(self.drafter, self.features_of, self.features, self.tokens, self.blocks)
+        return states_after_labels(
+            self.drafter, self.features_of, self.features, Batch.of_rows(self.tokens), self.blocks
+        )
 
     def score(self, features: Features | None = None, **terms: Any) -> Scores:
         objective = Objective(**({"kl": 0.0, "ce": 0.0, "gamma": 4.0, "chunk_rows": 7} | terms))
@@ -166,7 +169,7 @@ def test_a_block_sees_nothing_at_or_after_its_anchor_and_no_other_block(name: st
             blocks = make_blocks(
                 tokens, case.supervised, case.anchors, torch.ones_like(case.anchors, dtype=torch.bool), NUM_DRAFTS + 1
             )
-            after = states_after_labels(case.drafter, case.features_of, features, tokens, blocks)
+            after = states_after_labels(case.drafter, case.features_of, features, Batch.of_rows(tokens), blocks)
             assert torch.equal(after[row, block], before[row, block])
 
 
@@ -216,7 +219,7 @@ def test_the_gradient_is_the_slope_of_the_loss(name: str) -> None:
 @torch.no_grad()
 def test_simulated_drafts_are_those_of_the_walk(name: str) -> None:
     case = Case(name)
-    ids = greedy_drafts(case.drafter, case.features_of, case.features, case.tokens, case.blocks)
+    ids = greedy_drafts(case.drafter, case.features_of, case.features, Batch.of_rows(case.tokens), case.blocks)
     hidden, nothing = case.states(), torch.zeros(1, dtype=torch.long)
     greedy = DraftSampling("greedy", nothing.float(), nothing, nothing, nothing)
     for row in range(2):

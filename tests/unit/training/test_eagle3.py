@@ -15,6 +15,7 @@ from paceline.models.attends import WholeSequence
 from paceline.models.drafters.eagle3 import Eagle3Drafter
 from paceline.training import eagle3 as eagle3_module
 from paceline.training.anchors import Blocks, make_blocks
+from paceline.training.data import Batch
 from paceline.training.drafting import greedy_drafts, states_after_labels
 from paceline.training.features import TargetFeatures
 from paceline.training.objective import Features, Objective, Scores, only_drafted, score_drafts
@@ -48,7 +49,7 @@ class Case:
             self.drafter.vocabulary.set_tables(torch.arange(1, 61, 2), None)
         self.features_of = TargetFeatures(self.target, self.drafter.contract.target_layer_ids)
         self.tokens = torch.randint(0, 60, (2, NUM_TOKENS), generator=torch.Generator().manual_seed(5))
-        self.features = self.features_of(self.tokens)
+        self.features = self.features_of(Batch.of_rows(self.tokens))
         self.anchors = torch.tensor(anchors or [[1, 7, 9], [6, 8, 15]])
         self.supervised = torch.ones(2, NUM_TOKENS, dtype=torch.bool)
 
@@ -59,7 +60,9 @@ class Case:
         return only_drafted(blocks, self.drafter)
 
     def states(self) -> Tensor:
-        return states_after_labels(self.drafter, self.features_of, self.features, self.tokens, self.blocks)
+        return states_after_labels(
+            self.drafter, self.features_of, self.features, Batch.of_rows(self.tokens), self.blocks
+        )
 
     def score(self, features: Features | None = None, **terms: Any) -> Scores:
         objective = Objective(**({"kl": 0.0, "ce": 0.0, "gamma": 4.0, "chunk_rows": 7} | terms))
@@ -89,7 +92,7 @@ class Case:
 def test_all_chains_at_once_are_those_drafted_one_by_one(name: str) -> None:
     case = Case(name)
     states = case.states()
-    drafts = greedy_drafts(case.drafter, case.features_of, case.features, case.tokens, case.blocks)
+    drafts = greedy_drafts(case.drafter, case.features_of, case.features, Batch.of_rows(case.tokens), case.blocks)
     for row in range(2):
         for block, anchor in enumerate(case.anchors[row].tolist()):
             labels = case.blocks.labels_BAQ[row, block, 1:].tolist()
@@ -112,7 +115,7 @@ def changed_by_what_it_must_not_see(case: Case) -> bool:
             tokens = case.tokens.clone()
             tokens[row, anchor + 1 :] = 4
             features = case.features._replace(taps=taps)
-            after = states_after_labels(case.drafter, case.features_of, features, tokens, blocks)
+            after = states_after_labels(case.drafter, case.features_of, features, Batch.of_rows(tokens), blocks)
             changed |= not torch.equal(after[row, block], before[row, block])
     return changed
 
@@ -123,7 +126,7 @@ def test_a_chain_sees_nothing_at_or_after_its_anchor_and_no_other_chain(monkeypa
     chains = eagle3_module._Chains
     for fault in ("anchor", "neighbour"):
 
-        def leaking(settled_BAS: Tensor, own_AA: Tensor, fault: str = fault) -> Any:
+        def leaking(settled_BAS: Tensor, own_AA: Tensor, whole: WholeSequence, fault: str = fault) -> Any:
             if fault == "anchor":
                 return chains(settled_BAS | settled_BAS.roll(1, dims=-1), own_AA)
             return chains(settled_BAS, torch.ones_like(own_AA))

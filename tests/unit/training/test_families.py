@@ -138,7 +138,7 @@ def batch(supervised: str, tokens: Tensor | None = None) -> Batch:
     """One conversation: '#' is supervised."""
     ids = torch.arange(10, 10 + len(supervised)) if tokens is None else tokens
     marks = torch.tensor([[mark == "#" for mark in supervised]])
-    return Batch(ids[None], marks, torch.tensor([len(supervised)]))
+    return Batch.of_rows(ids[None], marks, torch.tensor([len(supervised)]))
 
 
 def seeded(part: int) -> torch.Generator:
@@ -198,16 +198,16 @@ def test_a_batch_without_an_anchor_costs_nothing_and_touches_every_parameter(
     target: LoadedTarget, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     touched: list[str] = []
-    clip = torch.nn.utils.clip_grad_norm_
+    clip = torch.nn.utils.clip_grads_with_norm_
 
-    def noted(parameters: Any, *arguments: Any) -> Tensor:
+    def noted(parameters: Any, *arguments: Any) -> None:
         for name, parameter in drafter.named_parameters():
             if parameter.grad is not None:
                 touched.append(name)
                 assert torch.count_nonzero(parameter.grad) == 0, name
-        return clip(parameters, *arguments)
+        clip(parameters, *arguments)
 
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", noted)
+    monkeypatch.setattr(torch.nn.utils, "clip_grads_with_norm_", noted)
     result = one_step(target, drafter, batch("....#...."), kl=0.5, confidence=1.0)
     assert float(result.loss) == 0.0 and bool(result.is_finite)
     assert set(touched) == {name for name, _ in drafter.named_parameters()}

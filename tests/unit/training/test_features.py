@@ -9,6 +9,7 @@ from tests.unit.models.conftest import positions_of, tiny_target
 from paceline.checkpoint.contract import CaptureId, TargetLayerId
 from paceline.models.attends import WholeSequence
 from paceline.models.taps import TapCollector
+from paceline.training.data import Batch
 from paceline.training.features import TargetFeatures
 
 LAYERS = tuple(TargetLayerId(layer) for layer in (-1, 0, 2))
@@ -17,7 +18,7 @@ TOKENS = torch.tensor([[5, 9, 11, 30, 2, 17], [8, 3, 50, 0, 0, 0]])
 
 def test_taps_are_the_outputs_of_the_named_layers() -> None:
     target = tiny_target()
-    features = TargetFeatures(target, LAYERS)(TOKENS)
+    features = TargetFeatures(target, LAYERS)(Batch.of_rows(TOKENS))
     collector = TapCollector([CaptureId(capture) for capture in target.capture_ids])
     hidden = target(TOKENS, positions_of(TOKENS), WholeSequence(), collector)
     everywhere = collector.collected()
@@ -31,7 +32,7 @@ def test_the_hidden_state_gives_the_targets_logits() -> None:
     target = tiny_target()
     features = TargetFeatures(target, LAYERS)
     logits = target.logits(target(TOKENS, positions_of(TOKENS), WholeSequence()))
-    torch.testing.assert_close(features(TOKENS).hidden_BSD @ features.head_VD.T, logits)
+    torch.testing.assert_close(features(Batch.of_rows(TOKENS)).hidden_BSD @ features.head_VD.T, logits)
 
 
 @torch.no_grad()
@@ -43,7 +44,7 @@ def test_the_teacher_reads_the_state_after_the_final_norm() -> None:
     collector = TapCollector([CaptureId(target.contract.num_layers)])
     logits = target.logits(target(TOKENS, positions_of(TOKENS), WholeSequence(), collector))
     head = features.head_VD.T
-    found = (features(TOKENS).hidden_BSD @ head).softmax(-1)
+    found = (features(Batch.of_rows(TOKENS)).hidden_BSD @ head).softmax(-1)
     assert (found - logits.softmax(-1)).abs().max() < 1e-5
     unnormed = (collector.collected()[0] @ head).softmax(-1)
     assert (unnormed - logits.softmax(-1)).abs().max() > 1e-2
@@ -54,10 +55,12 @@ def test_features_belong_to_their_own_sequence() -> None:
     features = TargetFeatures(tiny_target(), LAYERS)
     generator = torch.Generator().manual_seed(1)
     texts = [torch.randint(0, 61, (length,), generator=generator) for length in (7, 33, 64, 5, 120)]
-    alone = [[*found.taps, found.hidden_BSD] for found in (features(text.unsqueeze(0)) for text in texts)]
+    alone = [
+        [*found.taps, found.hidden_BSD] for found in (features(Batch.of_rows(text.unsqueeze(0))) for text in texts)
+    ]
     for order in ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [4, 3, 2, 1, 0]):
         batch = torch.nn.utils.rnn.pad_sequence([texts[index] for index in order], batch_first=True)
-        found = features(batch)
+        found = features(Batch.of_rows(batch))
         for row, index in enumerate(order):
             for together, single in zip([*found.taps, found.hidden_BSD], alone[index], strict=True):
                 assert (together[row, : len(texts[index])] - single[0]).abs().max() < 1e-5
@@ -65,8 +68,8 @@ def test_features_belong_to_their_own_sequence() -> None:
 
 def test_padding_on_the_right_changes_nothing_before_it() -> None:
     features = TargetFeatures(tiny_target(), LAYERS)
-    padded = features(TOKENS)
-    alone = features(TOKENS[1:, :3])
+    padded = features(Batch.of_rows(TOKENS))
+    alone = features(Batch.of_rows(TOKENS[1:, :3]))
     for with_padding, without in zip(padded.taps, alone.taps, strict=True):
         torch.testing.assert_close(with_padding[1:, :3], without)
     torch.testing.assert_close(padded.hidden_BSD[1:, :3], alone.hidden_BSD)
@@ -76,9 +79,11 @@ def test_the_first_token_sees_itself_alone() -> None:
     features = TargetFeatures(tiny_target(), LAYERS)
     changed = TOKENS.clone()
     changed[:, 1:] = 40
-    for before, after in zip(features(TOKENS).taps, features(changed).taps, strict=True):
+    for before, after in zip(features(Batch.of_rows(TOKENS)).taps, features(Batch.of_rows(changed)).taps, strict=True):
         torch.testing.assert_close(before[:, 0], after[:, 0])
-    assert not torch.equal(features(TOKENS).taps[2][:, 1], features(changed).taps[2][:, 1])
+    assert not torch.equal(
+        features(Batch.of_rows(TOKENS)).taps[2][:, 1], features(Batch.of_rows(changed)).taps[2][:, 1]
+    )
 
 
 def test_embeddings_are_raw_rows() -> None:
@@ -91,6 +96,6 @@ def test_embeddings_are_raw_rows() -> None:
 def test_nothing_carries_a_gradient(is_trainable: bool) -> None:
     target = tiny_target().requires_grad_(is_trainable)
     features = TargetFeatures(target, LAYERS)
-    found = features(TOKENS)
+    found = features(Batch.of_rows(TOKENS))
     tensors = [*found.taps, found.hidden_BSD, features.embed(TOKENS), features.head_VD]
     assert not any(tensor.requires_grad for tensor in tensors)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from tests.unit.training.processes import start
 
 from paceline.training.interrupt import StopRequest
 
@@ -92,3 +95,27 @@ def test_beside_the_main_thread_it_leaves_signals_alone() -> None:
     thread.start()
     thread.join()
     assert seen == [True]
+
+
+def hang_after_a_request(errors: Path, leaves: bool) -> None:
+    """A process that was asked to stop and does not, or does and then works on."""
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
+    with StopRequest(watchdog_s=0.3):
+        os.kill(os.getpid(), signal.SIGTERM)
+        if not leaves:
+            time.sleep(60)
+    time.sleep(0.6)
+
+
+def test_a_watchdog_ends_who_does_not_answer(tmp_path: Path) -> None:
+    """A rank that waits for one that is gone never comes to its step border."""
+    process = start(hang_after_a_request, tmp_path / "errors", False)
+    process.join(20)
+    assert process.exitcode == 1
+    assert "in hang_after_a_request" in (tmp_path / "errors").read_text(), "it says where"
+
+
+def test_the_watchdog_lets_go_of_who_answers(tmp_path: Path) -> None:
+    process = start(hang_after_a_request, tmp_path / "errors", True)
+    process.join(20)
+    assert process.exitcode == 0

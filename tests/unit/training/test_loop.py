@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from paceline.configuration.run import TrainRun
 from paceline.errors import ConfigError, DataError
 from paceline.models.loading import LoadedTarget
 from paceline.training import loop
-from paceline.training.loop import Outcome, train
+from paceline.training.loop import Outcome, TrainingProgress, train
 from paceline.training.resume import load_state, save_state
 
 
@@ -254,3 +255,58 @@ def test_impossible_runs(
     with pytest.raises(error, match=text):
         train(tiny_settings(tmp_path / "run", data, **changes), target)
     assert not (tmp_path / "run").exists()
+
+
+def test_drafters_are_exported_on_the_way_and_are_those_of_their_step(
+    target: LoadedTarget, tmp_path: Path, data: Path, at_step: Callable[[Act], None]
+) -> None:
+    run = tiny_settings(tmp_path / "run", data, schedule_num_steps=12, checkpoint_export_every=4)
+    train(run, target)
+    exports = run.output / "exports"
+    assert sorted(path.name for path in exports.iterdir()) == ["step-0000004", "step-0000008"], "12 is the end itself"
+    # A run that crashes behind its export and before its next checkpoint writes the same folder again.
+    broken = tiny_settings(tmp_path / "broken", data, schedule_num_steps=12, checkpoint_export_every=4)
+    at_step(crash_at(9))
+    with pytest.raises(Crash):
+        train(broken, target)
+    at_step(nothing)
+    train(broken, target)
+    names = ("model.safetensors", "fingerprint.safetensors", "config.json", "provenance.json")
+    for step in exports.iterdir():
+        again = broken.output / "exports" / step.name
+        assert [(step / name).read_bytes() for name in names] == [(again / name).read_bytes() for name in names]
+    first, second = ((exports / step / names[0]).read_bytes() for step in ("step-0000004", "step-0000008"))
+    assert first != second != exported(run)[names[0]]
+
+
+def test_progress_is_told_after_every_step(
+    target: LoadedTarget, tmp_path: Path, data: Path, at_step: Callable[[Act], None]
+) -> None:
+    run = tiny_settings(tmp_path / "run", data, schedule_num_steps=12, evaluate_every=5)
+    told: list[TrainingProgress] = []
+    at_step(signal_at(7))
+    train(run, target, on_progress=told.append)
+    at_step(nothing)
+    train(run, target, resume=True, on_progress=told.append)
+    assert [(p.step, p.row and p.row["kind"]) for p in told] == [
+        *((step, None) for step in range(1, 5)),
+        (5, "evaluate"),
+        (6, None),
+        (7, "train"),
+        *((step, None) for step in (8, 9)),
+        (10, "train"),
+        (10, "evaluate"),
+        (11, None),
+        (12, "train"),
+        (12, "evaluate"),
+    ]
+    assert {p.num_steps for p in told} == {12}
+    assert json.loads(json.dumps([p.row for p in told if p.row is not None])) == metrics(run)
+
+
+def test_evaluation_draws_nothing_that_training_draws(target: LoadedTarget, tmp_path: Path, data: Path) -> None:
+    often = tiny_settings(tmp_path / "often", data, schedule_num_steps=6, evaluate_every=1)
+    never = tiny_settings(tmp_path / "never", data, schedule_num_steps=6, evaluate_num_conversations=0)
+    train(often, target)
+    train(never, target)
+    assert differs(state(often, 6), state(never, 6)) == []

@@ -21,7 +21,6 @@ from tests.unit.training.runs import (
     state,
     timeless,
 )
-from torch import Tensor
 
 from paceline.checkpoint.export import split_fused, write_drafter_folder
 from paceline.checkpoint.names import drafter_destinations
@@ -31,8 +30,9 @@ from paceline.errors import CapacityError, NumericError
 from paceline.models.building import initialise_drafter
 from paceline.models.fingerprint import PROBE_TOKENS
 from paceline.models.loading import LoadedTarget, load_drafter
-from paceline.training import loop
+from paceline.training import exporting, loop
 from paceline.training.contract import drafter_contract
+from paceline.training.data import Batch
 from paceline.training.features import TargetFeatures
 from paceline.training.loop import train
 from paceline.training.objective import Features
@@ -44,8 +44,8 @@ def poison(monkeypatch: pytest.MonkeyPatch, bad_calls: set[int]) -> None:
     """Features of chosen batches, counted from 0, hold a NaN."""
     original, calls = TargetFeatures.__call__, iter(range(10**6))
 
-    def features(self: TargetFeatures, token_ids_BS: Tensor) -> Features:
-        found = original(self, token_ids_BS)
+    def features(self: TargetFeatures, batch: Batch) -> Features:
+        found = original(self, batch)
         if next(calls) in bad_calls:
             found.taps[0][0, 0, 0] = float("nan")
         return found
@@ -132,8 +132,10 @@ def test_a_full_disk_while_saving_keeps_the_earlier_checkpoint(
     assert files_below(run.output) == [
         "checkpoints",
         *(f"checkpoints/{name}" for name in files_below(run.output / "checkpoints")),
+        "command.txt",
         "config.toml",
         "metrics.jsonl",
+        "versions.json",
     ]
     done.clear()
     at_step(nothing)
@@ -153,12 +155,13 @@ def test_a_full_disk_while_exporting_leaves_no_folder(
         is_full[0] = True
         export(*arguments, **options)
 
-    monkeypatch.setattr(loop, "write_drafter_folder", write)
+    monkeypatch.setattr(exporting, "write_drafter_folder", write)
     with pytest.raises(CapacityError):
         train(run, target)
-    assert sorted(path.name for path in run.output.iterdir()) == ["checkpoints", "config.toml", "metrics.jsonl"]
+    names = ["checkpoints", "command.txt", "config.toml", "metrics.jsonl", "versions.json"]
+    assert sorted(path.name for path in run.output.iterdir()) == names
     is_full[0] = False
-    monkeypatch.setattr(loop, "write_drafter_folder", export)
+    monkeypatch.setattr(exporting, "write_drafter_folder", export)
     assert train(run, target, resume=True).drafter == run.output / "drafter"
 
 

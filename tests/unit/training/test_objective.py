@@ -14,6 +14,7 @@ from torch import Tensor
 import paceline.training.objective as objective_module
 from paceline.models.drafters.dflash import DFlashDrafter
 from paceline.training.anchors import Blocks, all_anchors, block_visibility, make_blocks
+from paceline.training.data import Batch
 from paceline.training.features import TargetFeatures
 from paceline.training.objective import Features, Objective, Scores, draft_blocks, position_weights, score_drafts
 
@@ -277,7 +278,11 @@ def test_padding_does_not_matter() -> None:
         blocks = make_blocks(tokens, supervised, anchors, valid, BLOCK_SIZE)
         rows = drafter.embed(drafter.block_ids(tokens.gather(1, anchors), BLOCK_SIZE - 1), features_of)
         objective = Objective(kl=1.0, ce=1.0, gamma=4.0, chunk_rows=1000)
-        losses.append(score_blocks(drafter, features_of(tokens), rows, blocks, features_of.head_VD, objective).loss_sum)
+        losses.append(
+            score_blocks(
+                drafter, features_of(Batch.of_rows(tokens)), rows, blocks, features_of.head_VD, objective
+            ).loss_sum
+        )
     assert torch.equal(losses[0], losses[1])
 
 
@@ -292,7 +297,7 @@ def test_whole_path_from_tokens_has_no_leak() -> None:
     def states() -> Tensor:
         blocks = make_blocks(tokens, torch.ones(1, NUM_TOKENS, dtype=torch.bool), anchors, valid, BLOCK_SIZE)
         rows = drafter.embed(drafter.block_ids(tokens.gather(1, anchors), BLOCK_SIZE - 1), features_of)
-        return draft_blocks(drafter, features_of(tokens).taps, rows, blocks)
+        return draft_blocks(drafter, features_of(Batch.of_rows(tokens)).taps, rows, blocks)
 
     before = states()
     tokens[0, 10:] = 7

@@ -35,7 +35,7 @@ def batch_of(*rows: tuple[int, int], width: int = 24, seed: int = 0) -> Batch:
         generator = torch.Generator().manual_seed(1000 * prompt + response + seed)
         tokens[row, : prompt + response] = torch.randint(0, 60, (prompt + response,), generator=generator)
         supervised[row, prompt : prompt + response] = True
-    return Batch(tokens, supervised, torch.tensor([sum(row) for row in rows]))
+    return Batch.of_rows(tokens, supervised, torch.tensor([sum(row) for row in rows]))
 
 
 def seeded(part: int) -> torch.Generator:

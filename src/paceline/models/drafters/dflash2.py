@@ -77,14 +77,15 @@ class DFlash2Drafter(BlockDrafter):
     @property
     def num_candidates(self) -> int:
         """The selector's candidates: every other id has probability 0."""
-        return self.candidate_selector.top_k
+        return min(self.candidate_selector.top_k, self.contract.draft_vocab_size)
 
     def propose(
         self, hidden_BKD: Tensor, logits_BKV: Tensor, anchor_ids_B: Tensor, sampling: DraftSampling
     ) -> Proposal:
         """Walk through the best logits of each row, as they are after multiplier and soft-cap."""
         selector = self.candidate_selector
-        unary_BKC, candidate_ids_BKC = top_k_tokens(logits_BKV, selector.top_k)
+        unary_BKC, columns_BKC = top_k_tokens(logits_BKV, self.num_candidates)
+        candidate_ids_BKC = self.vocabulary.to_target_ids(columns_BKC)  # the codebooks have a row for each
         if sampling.method == "greedy":
             ids_BK, _ = selector.walk(hidden_BKD, unary_BKC, candidate_ids_BKC, anchor_ids_B)
             return Proposal(ids_BK)

@@ -1,18 +1,20 @@
 """The two ends of a drafter: embedding rows in, scores out, and which target ids the scores stand for.
 
 A drafter borrows the target's embedding and output head unless it brings its own; a copy that equals the target's bit
-for bit is dropped at load. B requests, Q block rows, D width, V draft vocabulary.
+for bit is dropped at load. B requests, Q block rows, D width, V draft vocabulary, W target vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.contract import DrafterContract
-from paceline.models.layers import Linear
+from paceline.models.layers import Linear, score_rows
 
 
 class Lender(Protocol):
@@ -59,7 +61,7 @@ class DraftVocabulary(nn.Module):
 
     def logits(self, hidden: Tensor, target: Lender) -> Tensor:
         """Draft scores of hidden rows, [..., D] to [..., V]: head, then multiplier, then soft-cap."""
-        return self.transform(target.logits(hidden) if self.lm_head is None else self.lm_head(hidden))
+        return self.transform(target.logits(hidden) if self.lm_head is None else score_rows(self.lm_head, hidden))
 
     def transform(self, head_logits: Tensor) -> Tensor:
         """Multiplier first, then soft-cap, on the head's scores."""
@@ -85,6 +87,22 @@ class DraftVocabulary(nn.Module):
             if place is not None and table is not None:
                 place.copy_(table)
 
+    def shortened(self, ids_V: Tensor, target_head: Linear) -> DraftVocabulary:
+        """The same ends with a head that scores some ids alone; its rows are copied, all else is shared.
+
+        Args:
+            ids_V: int64 target ids, ascending.
+            target_head: what is borrowed where the drafter has no head of its own.
+        """
+        assert self.target_ids_V is None, "draft ids are target ids, or a list of some would mean others"
+        with torch.device("meta"):
+            short = DraftVocabulary(replace(self.contract, draft_vocab_size=len(ids_V)))
+        head = target_head if self.lm_head is None else self.lm_head
+        short.embed_tokens, short.mask_embedding_D = self.embed_tokens, self.mask_embedding_D
+        short.lm_head = head.some_outputs(ids_V)
+        short.target_ids_V = ids_V.to(head.weight.device)
+        return short
+
     def drop_copies(self, embedding_VD: Tensor, head_VD: Tensor) -> list[str]:
         """Share the target's tables where the drafter's own are the same, bit for bit.
 
@@ -101,6 +119,20 @@ class DraftVocabulary(nn.Module):
             self.lm_head = None
             dropped.append("output head")
         return dropped
+
+
+def by_frequency(counts_W: Tensor, always: Collection[int]) -> Tensor:
+    """Target ids by how often they occur; of equal counts the lower id comes first.
+
+    Args:
+        counts_W: int64, occurrences of every target id.
+        always: ids that come before all others, whatever their counts.
+    Returns:
+        int64 [W].
+    """
+    ranks_W = counts_W.clone()
+    ranks_W[torch.tensor(sorted(always), dtype=torch.int64)] = counts_W.max() + 1
+    return ranks_W.argsort(descending=True, stable=True)
 
 
 def _is_same(own: Tensor, lent: Tensor) -> bool:

@@ -10,10 +10,9 @@ from typing import ClassVar, cast
 from torch import Tensor, nn
 
 from paceline.checkpoint.contract import AuxHiddenStream, CaptureId, TargetContract
-from paceline.models.layers import Attend, DecoderLayer, Linear, RMSNorm
+from paceline.models.layers import Attend, DecoderLayer, Linear, RMSNorm, score_rows
 from paceline.models.positions import position_table
 from paceline.models.taps import TapCollector
-from paceline.ops.linear import FILLED_ROWS
 from paceline.ops.rotary import expand_rotary
 
 
@@ -91,11 +90,7 @@ class DenseTarget(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of every vocabulary id, [..., D] to [..., V], in the model's dtype."""
-        if self.lm_head.is_packed and hidden.shape[:-1] == (1, 1):
-            filled: Tensor = self.lm_head(hidden.expand(1, FILLED_ROWS, -1))
-            return filled[:, :1]
-        scores: Tensor = self.lm_head(hidden)
-        return scores
+        return score_rows(self.lm_head, hidden)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Raw embedding rows, without any scale."""

@@ -12,6 +12,7 @@ from paceline.checkpoint.names import drafter_destinations
 from paceline.checkpoint.weights import load_strict
 from paceline.models.drafters.dflash import DFlashDrafter
 from paceline.models.loading import LoadedTarget
+from paceline.training.data import Batch
 from paceline.training.features import TargetFeatures
 
 
@@ -46,7 +47,7 @@ def test_a_stream_of_median_size_gives_the_same_feature() -> None:
     assert not contract.has_tap_norm and not any("fc_norm" in name for name in folded)
     other = DFlashDrafter(contract)
     load_strict(other.checkpoint_parameters(), Source(folded), drafter_destinations(contract))
-    taps = TargetFeatures(target.model, contract.target_layer_ids)(torch.tensor(text)).taps
+    taps = TargetFeatures(target.model, contract.target_layer_ids)(Batch.of_rows(torch.tensor(text))).taps
     expected = drafter.backbone.context_features(taps)
     assert torch.allclose(other.backbone.context_features(taps), expected, atol=1e-5)
     doubled = [taps[0] * 2, *taps[1:]]  # the norm would undo this, the constant cannot
@@ -58,7 +59,9 @@ def test_median_over_all_texts() -> None:
     texts = tiny.tiny_prompts([5, 8])
     found = median_inverse_sizes(drafter.contract, target, texts)
     features = TargetFeatures(target.model, drafter.contract.target_layer_ids)
-    streams = [torch.cat([features(torch.tensor([text])).taps[tap][0] for text in texts]) for tap in range(3)]
+    streams = [
+        torch.cat([features(Batch.of_rows(torch.tensor([text]))).taps[tap][0] for text in texts]) for tap in range(3)
+    ]
     expected = [(stream.pow(2).mean(-1) + drafter.contract.rms_norm_eps).rsqrt().median() for stream in streams]
     assert torch.allclose(found, torch.stack(expected))
 

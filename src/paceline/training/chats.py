@@ -1,0 +1,109 @@
+"""Chats as token ids through the target's own template, with a mark on every token that it would write itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from paceline.errors import DataError, RequestError
+
+
+class ChatEncoder(Protocol):
+    """What reading chat files needs of a tokenizer."""
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
+        """Messages through the target's template; at the end, if asked for, what opens the assistant's turn."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of rendered text, special tokens included."""
+        ...
+
+
+def read_chats(path: Path, encoder: ChatEncoder) -> list[tuple[list[int], list[bool]]]:
+    """Token ids and supervision marks of every chat of a file that holds an assistant's turn.
+
+    Args:
+        path: one JSON object per line with `messages`.
+        encoder: renders and encodes them.
+    Raises:
+        DataError: names the line that is no chat or cannot be told apart.
+    """
+    rows: list[tuple[list[int], list[bool]]] = []
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")  # str.splitlines would also cut inside JSON strings
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {path}: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            messages = json.loads(line)["messages"]
+            turns = [{"role": _text(m["role"]), "content": _text(m["content"])} for m in messages]
+        except (ValueError, TypeError, KeyError) as error:
+            raise DataError(
+                f"{path}:{number} is not a chat: {error!r}",
+                hint='{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}',
+            ) from error
+        if any(turn["role"] == "assistant" for turn in turns):
+            rows.append(encode_turns(turns, encoder, where=f"{path}:{number}"))
+    return rows
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected text, found {value!r}")
+    return value
+
+
+def encode_turns(
+    turns: Sequence[Mapping[str, str]], encoder: ChatEncoder, *, where: str
+) -> tuple[list[int], list[bool]]:
+    """Token ids of a chat and their supervision marks, through the target's own template.
+
+    An assistant turn is what the render with it adds to the render that asks for it, up to the last token that the
+    target itself would write: text that the template puts after the end token is context, not a label.
+
+    Raises:
+        DataError: the template rewrites earlier turns, so no border can be drawn.
+    """
+    ids: list[int] = []
+    marks: list[bool] = []
+    for index, turn in enumerate(turns):
+        if turn["role"] != "assistant":
+            continue
+        try:
+            prompt = encoder.encode(encoder.render_chat(turns[:index], add_generation_prompt=True))
+            whole = encoder.encode(encoder.render_chat(turns[: index + 1], add_generation_prompt=False))
+            trailing = _num_trailing(encoder, turns[:index])
+        except RequestError as error:
+            raise DataError(f"{where}: {error.message}", hint=error.hint) from error
+        if prompt[: len(ids)] != ids or whole[: len(prompt)] != prompt:
+            raise DataError(
+                f"{where}: adding turn {index} changes the tokens before it, so its own cannot be told apart",
+                hint="one assistant turn per conversation (some templates rewrite earlier ones), no leading blank line",
+            )
+        marks += [False] * (len(prompt) - len(ids)) + [True] * (len(whole) - len(prompt))
+        if trailing:
+            marks[-trailing:] = [False] * trailing
+        ids = whole
+    return ids, marks
+
+
+def _num_trailing(encoder: ChatEncoder, history: Sequence[Mapping[str, str]]) -> int:
+    """Tokens that the template puts after the end token of an assistant turn.
+
+    Two answers that share no token are rendered: what both renders end in is the end token and what follows it.
+    """
+    renders = [
+        encoder.encode(
+            encoder.render_chat([*history, {"role": "assistant", "content": answer}], add_generation_prompt=False)
+        )
+        for answer in ("0", "yes")
+    ]
+    same = 0
+    while same < min(map(len, renders)) and renders[0][-1 - same] == renders[1][-1 - same]:
+        same += 1
+    return max(same - 1, 0)

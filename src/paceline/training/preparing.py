@@ -1,0 +1,127 @@
+"""What a run is put together from: data, drafter, contract, settings of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.checkpoint.contract import DrafterContract
+from paceline.configuration.run import TrainRun
+from paceline.models.drafters.table import Drafter
+from paceline.models.loading import LoadedTarget
+from paceline.training.batches import StepBatches
+from paceline.training.contract import drafter_contract
+from paceline.training.data import Conversations, drop_short, join, read_conversations, split_held_out
+from paceline.training.feature_source import open_stored_features
+from paceline.training.features import TargetFeatures
+from paceline.training.objective import Objective
+from paceline.training.ranks import Ranks
+from paceline.training.starting import starting_drafter
+from paceline.training.step import StepSettings
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Conversations to train on, and those held out, by file."""
+
+    train: Conversations
+    held_out: Mapping[str, Conversations]
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """A run before anything was written.
+
+    Attributes:
+        data: read and split.
+        batches: of the training data, by step.
+        contract: of the drafter.
+        features: what the target contributes, computed on the spot or read from a folder.
+        drafter: untrained float32 masters, the same on every rank.
+        settings: of a step.
+    """
+
+    data: TrainingData
+    batches: StepBatches
+    contract: DrafterContract
+    features: TargetFeatures
+    drafter: Drafter
+    settings: StepSettings
+
+
+def read_data(run: TrainRun, target: LoadedTarget) -> TrainingData:
+    """Read and split every file of a run.
+
+    Raises:
+        DataError: names the file and what is wrong with it.
+    """
+    train, held_out = [], {}
+    for path in run.data.files:
+        encoder = target.tokenizer if target.tokenizer.has_chat_template else None
+        conversations = read_conversations(path, vocab_size=target.contract.vocab_size, encoder=encoder)
+        learned, kept = split_held_out(conversations, run.data.hold_out)
+        train.append(learned)
+        is_taken = path.name in held_out  # two folders may hold files of one name
+        held_out[str(path) if is_taken else path.name] = kept
+    learned = drop_short(join(train), max_length=run.data.max_length, min_supervised=run.data.min_supervised)
+    return TrainingData(learned, held_out)
+
+
+def prepare_run(run: TrainRun, target: LoadedTarget, ranks: Ranks) -> RunParts:
+    """Read the data and make the drafter.
+
+    Args:
+        run: validated settings.
+        target: on the device of this rank.
+        ranks: among which the batches will be shared; this talks to none.
+    Raises:
+        ConfigError: settings that do not fit the target or the number of ranks.
+        DataError: data that cannot be used.
+        CompatibilityError: stored features are of another target or other data.
+    """
+    ranks.require_even(run.schedule.batch_size)
+    data = read_data(run, target)
+    batches = StepBatches(run, data.train)
+    contract = drafter_contract(run, target.contract)
+    features = _features(run, target, contract, data, ranks)
+    drafter = starting_drafter(run, contract, target, data.train, ranks.device)
+    settings = _step_settings(run, ranks)
+    return RunParts(data, batches, contract, features, drafter, settings)
+
+
+def _features(
+    run: TrainRun, target: LoadedTarget, contract: DrafterContract, data: TrainingData, ranks: Ranks
+) -> TargetFeatures:
+    if run.data.features is None:
+        is_compiled = _is_compiled(run, ranks)
+        return TargetFeatures(
+            target.model, contract.target_layer_ids, contract.aux_hidden_stream, is_compiled=is_compiled
+        )
+    conversations = [data.train, *data.held_out.values()]
+    # All ranks read the same files: hashing them once is enough.
+    return open_stored_features(run, target, contract, conversations, verify=ranks.is_first)
+
+
+def _is_compiled(run: TrainRun, ranks: Ranks) -> bool:
+    wanted = run.schedule.compiled
+    return wanted == "on" or (wanted == "auto" and ranks.device.type == "cuda")
+
+
+def _step_settings(run: TrainRun, ranks: Ranks) -> StepSettings:
+    weights = run.objective.loss_weights
+    return StepSettings(
+        objective=Objective(
+            kl=weights.get("kl", 0.0),
+            ce=weights.get("ce", 0.0),
+            gamma=run.objective.gamma,
+            chunk_rows=run.objective.chunk_rows,
+            compiled=_is_compiled(run, ranks),
+            selector=run.objective.selector_weight,
+            l1=weights.get("l1", 0.0),
+            confidence=run.objective.confidence_weight,
+            is_adaptive=run.objective.weighting == "adaptive",
+        ),
+        num_anchors=run.schedule.num_anchors,
+        clip_norm=run.optimizer.clip_norm,
+        mixed_precision=ranks.device.type == "cuda",
+    )

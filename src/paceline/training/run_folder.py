@@ -1,0 +1,120 @@
+"""The folder of a run: one process at a time trains into it, and it says what was asked of whom with which versions."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shlex
+import shutil
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from paceline.checkpoint.weights import disk_full_as_capacity_error, write_text_atomic
+from paceline.configuration.load import to_toml
+from paceline.configuration.run import TrainRun
+from paceline.errors import ConfigError
+from paceline.training.provenance import versions
+from paceline.training.resume import latest_checkpoint, remove_unfinished
+
+_LOCK_FILE = ".lock"
+
+
+def checkpoint_to_start_from(output: Path, *, resume: bool) -> Path | None:
+    """The checkpoint that a run goes on from, or None for a fresh one.
+
+    Raises:
+        ConfigError: there is nothing to resume, or something that a fresh run would bury.
+    """
+    checkpoints = output / "checkpoints"
+    latest = latest_checkpoint(checkpoints)
+    if resume and latest is None:
+        raise ConfigError(f"nothing to resume: no checkpoint in {checkpoints}", hint="start without --resume")
+    if not resume and latest is not None:
+        raise ConfigError(
+            f"{output} already holds a run, saved at {latest.name}",
+            hint="--resume to continue it, or another output folder",
+        )
+    return latest
+
+
+@contextlib.contextmanager
+def locked(output: Path) -> Iterator[None]:
+    """Keep other processes from training into a folder, which is made if need be.
+
+    The lock is the operating system's and ends with the process, however it ends; the file only carries it.
+
+    Raises:
+        ConfigError: another process has it.
+        CapacityError: the disk is full.
+    """
+    with disk_full_as_capacity_error(output):
+        output.mkdir(parents=True, exist_ok=True)
+        descriptor = _lock(output / _LOCK_FILE)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            (output / _LOCK_FILE).unlink()  # before the lock goes, so that nobody locks a file without a name
+        os.close(descriptor)
+
+
+def _lock(path: Path) -> int:
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_current = path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
+            if is_current:
+                os.truncate(descriptor, 0)
+                os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+                return descriptor
+        except BlockingIOError as error:
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+            os.close(descriptor)
+            raise ConfigError(
+                f"{path.parent} is being trained into by {holder}",
+                hint="waiting for it, stopping it, or another output folder",
+            ) from error
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # its holder removed the file between our opening and our locking it
+
+
+def prepare_folder(run: TrainRun, command: Sequence[str]) -> None:
+    """Write settings, command and versions, and clear away what a killed process left.
+
+    Args:
+        run: its settings, resolved.
+        command: of this process; a resumed run adds a line.
+    Raises:
+        CapacityError: the disk is full.
+    """
+    output = run.output
+    _clear_away(output)
+    write_text_atomic(output / "config.toml", to_toml(run))
+    commands = output / "command.txt"
+    earlier = commands.read_text(encoding="utf-8") if commands.is_file() else ""
+    write_text_atomic(commands, f"{earlier}{shlex.join(command)}\n")
+    write_text_atomic(output / "versions.json", json.dumps(versions(), indent=2) + "\n")
+
+
+def _clear_away(output: Path) -> None:
+    """Remove files and folders of writes that a killed process did not finish."""
+    remove_unfinished(output / "checkpoints")
+    for folder in (output, output / "exports"):
+        for replaced in folder.glob("*.old-*"):
+            name, _, _ = replaced.name.partition(".old-")
+            if (folder / name).exists():
+                shutil.rmtree(replaced)
+            else:  # it was moved aside for one that never came
+                replaced.rename(folder / name)
+        for pattern in ("*.tmp-*", ".*.tmp-*"):
+            for unfinished in folder.glob(pattern):
+                if unfinished.is_dir():
+                    shutil.rmtree(unfinished)
+                else:
+                    unfinished.unlink(missing_ok=True)

@@ -1,0 +1,197 @@
+"""Training drafts what serving drafts, for every family; and each way of breaking that is found and named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tests.tiny import loaded, tiny_prompts
+from torch import Tensor
+
+from paceline.checkpoint.contract import ConfidenceSettings, MarkovSettings
+from paceline.engine.engine import Engine
+from paceline.engine.request import SamplingParameters
+from paceline.errors import CompatibilityError
+from paceline.models.drafters.dspark import DSparkDrafter
+from paceline.models.loading import LoadedDrafter, LoadedTarget
+from paceline.training import objective, parity
+from paceline.training.anchors import Blocks
+from paceline.training.parity import compare, training_drafter
+from paceline.training.parity_stages import Gates, KnownText, Parity
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "dflash": {"drafter_family": "dflash"},
+    "dflash-window": {"drafter_family": "dflash", "layer_windows": (4, None), "layer_causal": (True, False)},
+    "dflash2": {"drafter_family": "dflash2"},
+    "dspark": {"drafter_family": "dspark"},
+    "dspark-fill-in": {
+        "drafter_family": "dspark",
+        "layout": "fill_in",
+        "markov": MarkovSettings(rank=8, kind="gated"),
+        "confidence": ConfidenceSettings(with_markov=True),
+    },
+    "dspark-rnn": {"drafter_family": "dspark", "markov": MarkovSettings(rank=8, kind="rnn")},
+    "eagle3": {"drafter_family": "eagle3"},
+    "eagle3-few-ids": {"drafter_family": "eagle3", "draft_vocab_size": 100, "has_own_head": True, "num_layers": 2},
+}
+
+
+def own_texts(target: LoadedTarget, lengths: tuple[int, ...] = (5, 9)) -> list[KnownText]:
+    prompts = tiny_prompts(lengths)
+    results = Engine(target).generate(prompts, SamplingParameters(max_tokens=24, ignore_eos=True))
+    return [KnownText((*p, *r.token_ids), len(p)) for p, r in zip(prompts, results, strict=True)]
+
+
+def compared(pair: tuple[LoadedTarget, LoadedDrafter], **options: Any) -> Parity:
+    return compare(*pair, own_texts(pair[0]), **options)
+
+
+def first_difference(found: Parity) -> str:
+    assert found.first_difference is not None
+    assert found.first_difference.cause
+    return found.first_difference.name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mode", ["plain", "row_invariant"])
+def test_every_family_drafts_alike(family: str, mode: Any) -> None:
+    found = compared(loaded(linear_mode=mode, **FAMILIES[family]))
+    assert found.first_difference is None, found
+    assert found.dtype == "float32"
+    assert [slot.num_equal for slot in found.slots] == [slot.num_blocks for slot in found.slots]
+    assert all(slot.num_blocks == 32 for slot in found.slots)  # 16 anchors of each text
+
+
+def test_whole_blocks_are_compared_whatever_is_served() -> None:
+    target, drafter = loaded()
+    found = compared((target, replace(drafter, num_draft_tokens=2)))
+    assert found.first_difference is None
+    assert len(found.slots) == 7
+
+
+def test_bf16_is_held_against_its_own_coarseness() -> None:
+    found = compared(loaded(linear_mode="plain", dtype=torch.bfloat16))
+    assert found.first_difference is None, found
+    assert found.dtype == "bfloat16"
+
+
+def test_gates_follow_the_dtype() -> None:
+    fine, coarse = Gates.of(torch.float32, 30.0), Gates.of(torch.bfloat16, 30.0)
+    assert (fine.score_error, fine.equal_share, fine.teacher_share) == (1e-3, 0.999, 0.995)
+    assert (coarse.score_error, coarse.teacher_share) == (4 * 2**-7 * 30, 0.97)
+    assert Gates.of(torch.bfloat16, 1.0).score_error == 0.1
+
+
+# --- planted faults ---
+
+
+def test_a_tap_that_training_reads_one_layer_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = parity.TargetFeatures
+
+    def shifted(target: Any, layers: Any, stream: Any) -> Any:
+        return original(target, [layers[0], layers[1], layers[2] + 1], stream)
+
+    monkeypatch.setattr(parity, "TargetFeatures", shifted)
+    assert first_difference(compared(loaded())) == "tap 2 (layer 2)"
+
+
+def test_a_mask_that_shows_the_anchors_own_state_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = objective.block_visibility
+
+    def leaky(anchors_BA: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        return original(anchors_BA + 1, *arguments, **options)
+
+    monkeypatch.setattr(objective, "block_visibility", leaky)
+    found = compared(loaded())
+    assert first_difference(found) == "scores"
+    assert found.first_difference is not None
+    assert "what its row may see" in found.first_difference.cause
+
+
+@pytest.mark.parametrize("family", ["dflash", "dflash2", "dspark", "eagle3"])
+def test_labels_that_are_shifted_by_one_are_named(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = parity.make_blocks
+
+    def shifted(*arguments: Any) -> Blocks:
+        blocks = original(*arguments)
+        return replace(blocks, labels_BAQ=blocks.labels_BAQ.roll(-1, dims=-1))
+
+    monkeypatch.setattr(parity, "make_blocks", shifted)
+    assert first_difference(compared(loaded(**FAMILIES[family]))) == "labels"
+
+
+def test_rope_positions_that_are_one_off_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = parity.make_blocks
+
+    def late(*arguments: Any) -> Blocks:
+        blocks = original(*arguments)
+        return replace(blocks, positions_BAQ=blocks.positions_BAQ + 1)
+
+    monkeypatch.setattr(parity, "make_blocks", late)
+    found = compared(loaded())
+    assert first_difference(found) == "labels"
+    assert found.first_difference is not None and "does not sit at its anchor" in found.first_difference.cause
+    assert not next(stage for stage in found.stages if stage.name == "scores").ok
+
+
+def test_context_at_other_rope_positions_is_named() -> None:
+    pair = loaded()
+    trained = training_drafter(pair[1])
+    original = trained.backbone.context_kv
+    trained.backbone.context_kv = lambda features, positions: original(features, positions + 1)
+    assert first_difference(compared(pair, trained=trained)) == "context of drafter layer 0"
+
+
+def test_another_drafter_dtype_is_refused() -> None:
+    pair = loaded()
+    with pytest.raises(CompatibilityError, match=r"torch.bfloat16 in training and torch.float32 in serving"):
+        compared(pair, trained=training_drafter(pair[1]).to(torch.bfloat16))
+
+
+def test_states_of_the_wrong_end_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = parity.TargetFeatures
+
+    def late(*arguments: Any) -> Callable[[Any], Any]:
+        features = original(*arguments)
+
+        class Late:
+            head_VD = features.head_VD
+            embed, logits = staticmethod(features.embed), staticmethod(features.logits)
+
+            def __call__(self, batch: Any) -> Any:
+                found = features(batch)
+                return found._replace(hidden_BSD=found.hidden_BSD.roll(1, dims=1))
+
+        return Late()
+
+    monkeypatch.setattr(parity, "TargetFeatures", late)
+    assert first_difference(compared(loaded())) == "teacher"
+
+
+def test_texts_of_another_writer_say_nothing_about_the_teacher() -> None:
+    target, drafter = loaded()
+    texts = [KnownText(tuple(ids), 4) for ids in tiny_prompts([20], seed=3)]
+    assert compare(target, drafter, texts, are_own_texts=False).first_difference is None
+    assert first_difference(compare(target, drafter, texts)) == "teacher"
+
+
+@pytest.mark.parametrize("family", ["dflash2", "dspark"])
+def test_a_head_that_training_holds_otherwise_is_found(family: str) -> None:
+    pair = loaded(**FAMILIES[family])
+    trained = training_drafter(pair[1])
+    head = trained.markov_head if isinstance(trained, DSparkDrafter) else trained.candidate_selector
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.copy_(-parameter.roll(1, dims=0))
+    assert first_difference(compared(pair, trained=trained)) == ("drafts" if family == "dflash2" else "scores")
+
+
+def test_the_targets_arithmetic_is_given_back() -> None:
+    pair = loaded(linear_mode="row_invariant")
+    compared(pair)
+    assert pair[0].model.layers[0].self_attn.qkv_proj.mode == "row_invariant"
+    assert not pair[0].model._forward_hooks
+    assert not pair[1].model.backbone._forward_hooks
