@@ -291,4 +291,5 @@ def test_ctrl_c_in_training(run_file: Path, tmp_path: Path, number: signal.Signa
     (checkpoint,) = (tmp_path / "out" / "checkpoints").iterdir()
     assert f"stopped at step {int(checkpoint.name.removeprefix('step-'))};" in err
     assert sorted(path.name for path in checkpoint.iterdir()) == ["state.json", "state.safetensors"]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoints", "config.toml", "metrics.jsonl"]
+    written = ["checkpoints", "command.txt", "config.toml", "metrics.jsonl", "versions.json"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == written

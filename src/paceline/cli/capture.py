@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli import options
+from paceline.cli.capture_counts import counts
 from paceline.cli.capture_features import features
 from paceline.cli.capture_stats import stats
 from paceline.errors import EXIT_INTERRUPTED
@@ -239,5 +240,5 @@ def _check_files(run: CapturePromptsRun) -> None:
                 raise DataError(f"{file} does not exist or is no file", origin={flag: "settings"})
 
 
-for verb in (prompts, features, stats):
+for verb in (prompts, features, stats, counts):
     app.command()(verb)

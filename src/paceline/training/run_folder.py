@@ -8,7 +8,6 @@ import json
 import os
 import shlex
 import shutil
-import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -18,8 +17,6 @@ from paceline.configuration.run import TrainRun
 from paceline.errors import ConfigError
 from paceline.training.provenance import versions
 from paceline.training.resume import latest_checkpoint, remove_unfinished
-
-_LOCK_FILE = ".lock"
 
 
 def checkpoint_to_start_from(output: Path, *, resume: bool) -> Path | None:
@@ -44,7 +41,8 @@ def checkpoint_to_start_from(output: Path, *, resume: bool) -> Path | None:
 def locked(output: Path) -> Iterator[None]:
     """Keep other processes from training into a folder, which is made if need be.
 
-    The lock is the operating system's and ends with the process, however it ends; the file only carries it.
+    The lock is the operating system's, on the folder itself: it ends with the process, however that ends, and a process
+    that is refused leaves no trace.
 
     Raises:
         ConfigError: another process has it.
@@ -52,36 +50,18 @@ def locked(output: Path) -> Iterator[None]:
     """
     with disk_full_as_capacity_error(output):
         output.mkdir(parents=True, exist_ok=True)
-        descriptor = _lock(output / _LOCK_FILE)
+        descriptor = os.open(output, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            (output / _LOCK_FILE).unlink()  # before the lock goes, so that nobody locks a file without a name
-        os.close(descriptor)
-
-
-def _lock(path: Path) -> int:
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_current = path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
-            if is_current:
-                os.truncate(descriptor, 0)
-                os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
-                return descriptor
         except BlockingIOError as error:
-            holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
-            os.close(descriptor)
             raise ConfigError(
-                f"{path.parent} is being trained into by {holder}",
+                f"{output} is being trained into by another process",
                 hint="waiting for it, stopping it, or another output folder",
             ) from error
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)  # its holder removed the file between our opening and our locking it
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def prepare_folder(run: TrainRun, command: Sequence[str]) -> None:

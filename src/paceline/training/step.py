@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ class StepResult:
     counted_Q: Tensor
     is_finite: Tensor
     num_tokens: int
-    counters: Mapping[str, Tensor]
+    counters: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def autocast(device: torch.device, enabled: bool) -> contextlib.AbstractContextManager[object]:

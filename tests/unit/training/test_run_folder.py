@@ -22,14 +22,14 @@ from paceline.training.loop import train
 from paceline.training.run_folder import locked, prepare_folder
 
 
-def test_a_second_process_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_second_process_is_refused(tmp_path: Path) -> None:
     with (
         locked(tmp_path / "run"),
-        pytest.raises(ConfigError, match=rf"is being trained into by process {os.getpid()} on "),
+        pytest.raises(ConfigError, match="is being trained into by another process"),
         locked(tmp_path / "run"),
     ):
         pass
-    assert files_below(tmp_path) == ["run"], "the lock's file goes with the lock"
+    assert files_below(tmp_path) == ["run"], "the lock leaves nothing"
     with locked(tmp_path / "run"):
         pass
 
@@ -42,14 +42,13 @@ def hold_and_die(folder: Path) -> None:
 def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
     process = start(hold_and_die, tmp_path / "run")
     process.join()
-    assert process.exitcode == -signal.SIGKILL and files_below(tmp_path / "run") == [".lock"]
+    assert process.exitcode == -signal.SIGKILL
     with locked(tmp_path / "run"):
         pass
     assert files_below(tmp_path / "run") == []
 
 
 def test_many_at_once_take_turns(tmp_path: Path) -> None:
-    """A file that its holder removes while others open it must not be locked twice."""
     inside, most, done = [0], [0], [0]
 
     def enter() -> None:
@@ -76,7 +75,7 @@ def test_a_run_that_is_being_trained_is_left_alone(target: LoadedTarget, tmp_pat
     with locked(run.output):
         with pytest.raises(ConfigError, match="is being trained into"):
             train(run, target)
-        assert files_below(run.output) == [".lock"]
+        assert files_below(run.output) == []
     assert train(run, target).is_finished
 
 
