@@ -33,7 +33,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY) ## generate with the shipped drafter, beside plain decoding, and compare the two
-	$(BIN)/paceline generate smollm2-135m-instruct --draft-model drafters/smollm2-135m-instruct-dflash \
+	$(BIN)/paceline generate smollm2-135m-instruct --draft-model drafters/smollm2-135m-instruct-dflash2 \
 		--prompt "What is the difference between a list and a tuple in Python? Give a short example of each." \
 		--max-tokens 128 --compare --trace --linear-mode row_invariant
 

@@ -12,7 +12,7 @@ from benchmarks.results import Row, describe_machine, make_result, write_result
 from paceline.errors import EXIT_INTERRUPTED, PacelineError
 
 TARGET = "smollm2-135m-instruct"
-DRAFTER = "drafters/smollm2-135m-instruct-dflash"
+DRAFTER = "drafters/smollm2-135m-instruct-dflash2"
 PROMPTS = Path("prompts/first.jsonl")
 DTYPES = ("bfloat16", "float32")
 

@@ -4,8 +4,9 @@
     make bench ARGS=--quick                    2 prompts
     python -m benchmarks.cpu_main --out docs/results
 
-Greedy, past stop ids, so that every mode does the same work; `speculative` drafts as many tokens as the drafter was
-trained for, `speculative-adaptive` as many as pay. All modes run in turn on each prompt (A-B-B-A). Times are
+Greedy, answers of at most 128 tokens; `speculative` drafts as many tokens as the drafter was trained for,
+`speculative-adaptive` as many as pay. Behind the end of an answer comes text that nobody asks for and no drafter has seen;
+`--ignore-eos` measures it all the same, up to the last token. All modes run in turn on each prompt (A-B-B-A). Times are
 those of decoding: ours without the prompt pass, that of transformers from the first token's arrival at a streamer to
 the last one's. `ratio_to_plain` is the median of per-prompt ratios, `low` and `high` its 95 % bootstrap interval over
 prompts, `p10` and `p90` the spread of the prompts. The floor is the bytes a token needs over the measured bandwidth.
@@ -77,6 +78,7 @@ class Bench:
     target: LoadedTarget
     drafter: LoadedDrafter
     max_tokens: int
+    num_listed_ids: int | None = None  # ids that drafts are chosen from, if not all
 
     @property
     def mean_context(self) -> float:
@@ -126,6 +128,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help=f"prompt file; default {PROMPTS}")
     parser.add_argument("--num-prompts", type=positive, default=16)
     parser.add_argument("--max-tokens", type=positive, default=128, help="at least 2; default 128")
+    parser.add_argument(
+        "--ignore-eos", action="store_true", help="go on to --max-tokens, past the end of an answer, into no man's text"
+    )
     parser.add_argument("--rounds", type=positive, default=2, help="runs of each mode per prompt; default 2")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--without-transformers", action="store_true", help="leave the slowest mode out")
@@ -142,10 +147,11 @@ def prepare(options: argparse.Namespace) -> Bench:
     """Load the target in both arithmetics, the drafter for each, and the same weights in transformers."""
     from benchmarks.transformers_models import load_in_transformers
 
+    from paceline.engine.engine import Engine, EngineSettings
     from paceline.engine.request import SamplingParameters
     from paceline.models.loading import load_drafter, load_target
 
-    sampling = SamplingParameters(max_tokens=options.max_tokens, ignore_eos=True)
+    sampling = SamplingParameters(max_tokens=options.max_tokens, ignore_eos=options.ignore_eos)
     modes: dict[str, Mode] = {}
     say(f"loading {options.model} in {options.dtype}")
     target = load_target(options.model, dtype=options.dtype, device="cpu")
@@ -160,14 +166,16 @@ def prepare(options: argparse.Namespace) -> Bench:
     if not options.without_transformers:
         say("loading the same weights in transformers")
         model = load_in_transformers(options.model, target.contract, target.model.norm.weight.dtype)
-        modes["transformers"] = transformers_mode(model, options.max_tokens)
+        stop_token_ids = () if options.ignore_eos else target.contract.stop_token_ids
+        modes["transformers"] = transformers_mode(model, options.max_tokens, stop_token_ids)
     prompts = read_set(
         NamedFile("prompts", options.prompts),
         target.tokenizer,
         vocab_size=target.contract.vocab_size,
         limit=options.num_prompts,
     ).prompts
-    return Bench(modes, prompts, target, drafter, options.max_tokens)
+    num_listed_ids = Engine(target, drafter, EngineSettings(max_num_seqs=1)).stats().num_listed_ids
+    return Bench(modes, prompts, target, drafter, options.max_tokens, num_listed_ids)
 
 
 def engine_mode(
@@ -193,12 +201,12 @@ def run_engine(engine: Engine, prompt: Sequence[int], sampling: SamplingParamete
     )
 
 
-def transformers_mode(model: object, max_tokens: int) -> Mode:
+def transformers_mode(model: object, max_tokens: int, stop_token_ids: Sequence[int]) -> Mode:
     """`model.generate` of transformers."""
     from benchmarks.transformers_models import generate_greedily
 
     def once(prompt: Sequence[int]) -> TimedRun:
-        text = generate_greedily(model, prompt, max_tokens)
+        text = generate_greedily(model, prompt, max_tokens, stop_token_ids)
         return TimedRun(text.token_ids, text.prefill_s, text.decode_s)
 
     return once
@@ -215,7 +223,7 @@ def warm_up(bench: Bench) -> None:
 def floors(bench: Bench, runs: dict[str, Runs], bandwidth: float) -> dict[str, float]:
     """Tokens per second that the memory's bandwidth allows; none for steps that differ in what they read."""
     plain = bandwidth / plain_step_bytes(bench.target, bench.mean_context)
-    per_step = bandwidth / speculative_step_bytes(bench.target, bench.drafter, bench.mean_context)
+    per_step = bandwidth / speculative_step_bytes(bench.target, bench.drafter, bench.mean_context, bench.num_listed_ids)
     return {
         mode: per_step * acceptance(found).delivered_per_step if mode.startswith("speculative") else plain
         for mode, found in runs.items()

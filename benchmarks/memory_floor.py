@@ -39,12 +39,14 @@ def plain_step_bytes(target: LoadedTarget, context_length: float) -> float:
     return weights + context_length * 2 * contract.num_layers * contract.num_kv_heads * contract.head_size * size
 
 
-def speculative_step_bytes(target: LoadedTarget, drafter: LoadedDrafter, context_length: float) -> float:
-    """Bytes that one step with drafts reads: verification, then a draft through the target's head."""
+def speculative_step_bytes(
+    target: LoadedTarget, drafter: LoadedDrafter, context_length: float, num_listed_ids: int | None = None
+) -> float:
+    """Bytes that one step with drafts reads: verification, then a draft through the target's head, or rows of it."""
     contract, weights = drafter.contract, list(drafter.model.parameters())
     size = weights[0].element_size()
     keys_and_values = context_length * 2 * contract.num_layers * contract.num_kv_heads * contract.head_size * size
-    head = _num_bytes(target.model.lm_head.weight)
+    head = _num_bytes(target.model.lm_head.weight[:num_listed_ids])
     return plain_step_bytes(target, context_length) + _num_bytes(*weights) + head + keys_and_values
 
 

@@ -172,4 +172,4 @@ def test_what_ships_with_the_drafter() -> None:
     card = (DRAFTER / "README.md").read_text(encoding="utf-8")
     assert "acceptance" in card.lower() and "seed" in card.lower() and "apache-2.0" in card.lower()
     record = json.loads((DRAFTER / "provenance.json").read_text())
-    assert record["target.name"] == ALIAS and record["data_sha256"]
+    assert record["target_weights_sha256"] and record["data_sha256"]

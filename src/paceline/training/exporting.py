@@ -18,6 +18,7 @@ from paceline.training.preparing import RunParts
 from paceline.training.provenance import file_hashes, versions
 from paceline.training.ranks import Ranks
 from paceline.training.strategies import full_tensor
+from paceline.training.vocabulary import count_response_tokens
 
 
 def export_folder(output: Path, step: int, *, is_last: bool) -> Path:
@@ -75,5 +76,6 @@ def _write(
         record_fingerprint(target.model, exported, probe),
         {**record, "data.files": file_hashes(run.data.files), "versions": versions()},
         draft_to_target=exported.vocabulary.target_ids_V,
+        token_counts=count_response_tokens(data.train, contract.target_vocab_size),
     )
     return folder
