@@ -5,7 +5,7 @@
     python -m benchmarks.cpu_main --out docs/results
 
 Greedy, answers of at most 128 tokens; `speculative` drafts as many tokens as the drafter was trained for,
-`speculative-adaptive` as many as pay. Behind the end of an answer comes text that nobody asks for and no drafter has seen;
+`speculative-adaptive` as many as pay. Behind the end of an answer comes text that nobody asks for and no drafter knows;
 `--ignore-eos` measures it all the same, up to the last token. All modes run in turn on each prompt (A-B-B-A). Times are
 those of decoding: ours without the prompt pass, that of transformers from the first token's arrival at a streamer to
 the last one's. `ratio_to_plain` is the median of per-prompt ratios, `low` and `high` its 95 % bootstrap interval over
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from paceline.engine.request import SamplingParameters
     from paceline.models.loading import LoadedDrafter, LoadedTarget
 
-NAME = "cpu-main"
+NAME, PAST_THE_END = "cpu-main", "cpu-past-the-end"
 ADAPTIVE_MODE = "speculative-adaptive"
 MAIN_MODES = ("plain", "speculative", ADAPTIVE_MODE, "transformers")
 EXACT_MODES = ("plain-row-invariant", "speculative-row-invariant")
@@ -118,7 +118,8 @@ def main(arguments: Sequence[str]) -> int:
         say("the ids differ, so the speeds above mean nothing; no result is written")
         return EXIT_CHECK_SAYS_NO
     facts = [f"{options.dtype}", f"reads {bandwidth / 1e9:.1f} GB/s"]
-    report(NAME, rows, options, arguments, facts=facts)
+    name = PAST_THE_END if options.ignore_eos else NAME
+    report(name, rows, options, arguments, facts=facts)
     return EXIT_DONE
 
 
