@@ -1,4 +1,4 @@
-"""The real target, through its alias, and the drafter that ships with the repository, against transformers.
+"""The real target, through its alias, and the drafters that ship with the repository, against transformers.
 
 float32 throughout, one model in memory: the two networks share their weights.
 """
@@ -27,11 +27,11 @@ from paceline.models.loading import LoadedDrafter, LoadedTarget, load_drafter, l
 from paceline.trace.acceptance import AcceptanceSummary
 
 ROOT = Path(__file__).parents[2]
-DRAFTER = ROOT / "drafters" / "smollm2-135m-instruct-dflash"
+DRAFTERS = [ROOT / "drafters" / f"smollm2-135m-instruct-{family}" for family in ("dflash", "dflash2")]
 ALIAS = "smollm2-135m-instruct"
 GREEDY = SamplingParameters(max_tokens=32)
 
-pytestmark = pytest.mark.skipif(not DRAFTER.is_dir(), reason="a source archive comes without the drafter")
+pytestmark = pytest.mark.skipif(not DRAFTERS[0].is_dir(), reason="a source archive comes without the drafters")
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +50,15 @@ def exact(target: LoadedTarget) -> Iterator[LoadedTarget]:
     set_linear_mode(target.model, "plain")
 
 
+@pytest.fixture(scope="module", params=DRAFTERS, ids=lambda path: path.name)
+def folder(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.param
+    return path
+
+
 @pytest.fixture(scope="module")
-def drafter(exact: LoadedTarget) -> LoadedDrafter:
-    return load_drafter(str(DRAFTER), exact, offline=True)
+def drafter(exact: LoadedTarget, folder: Path) -> LoadedDrafter:
+    return load_drafter(str(folder), exact, offline=True)
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +158,7 @@ def test_the_canary_passes(exact: LoadedTarget, drafter: LoadedDrafter) -> None:
     assert report.num_drafts > 0 and report.num_compared > 0
 
 
-def test_what_the_drafter_promises(drafter: LoadedDrafter, target: LoadedTarget) -> None:
+def test_what_the_drafter_promises(folder: Path, drafter: LoadedDrafter, target: LoadedTarget) -> None:
     contract = drafter.contract
     assert contract.target_name == ALIAS
     assert tuple(contract.target_layer_ids) == (1, 8, 15, 22, 27)
@@ -160,16 +166,16 @@ def test_what_the_drafter_promises(drafter: LoadedDrafter, target: LoadedTarget)
     assert contract.has_tap_norm and contract.aux_hidden_stream == "prefix" and contract.layout == "fill_in"
     assert (contract.num_layers, contract.hidden_size, contract.dtype) == (4, target.contract.hidden_size, "bfloat16")
     assert contract.rope == target.contract.rope
-    source = open_safetensors(DRAFTER)
+    source = open_safetensors(folder)
     assert {source.load(name).dtype for name in source.names()} == {torch.bfloat16}
     norms = [source.load(name) for name in source.names() if "norm" in name]
     assert all(bool((norm != 1).any()) for norm in norms), "norms at exactly 1 were never trained"
 
 
-def test_what_ships_with_the_drafter() -> None:
-    size = sum(file.stat().st_size for file in DRAFTER.rglob("*") if file.is_file())
+def test_what_ships_with_the_drafter(folder: Path) -> None:
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     assert size <= 30 * 2**20
-    card = (DRAFTER / "README.md").read_text(encoding="utf-8")
+    card = (folder / "README.md").read_text(encoding="utf-8")
     assert "acceptance" in card.lower() and "seed" in card.lower() and "apache-2.0" in card.lower()
-    record = json.loads((DRAFTER / "provenance.json").read_text())
+    record = json.loads((folder / "provenance.json").read_text())
     assert record["target_weights_sha256"] and record["data_sha256"]
