@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from paceline.errors import CapacityError, MissingExtraError, PacelineError
+from paceline.errors import CapacityError, ConfigError, MissingExtraError, PacelineError
 
 _log = logging.getLogger(__name__)
 
@@ -69,10 +69,12 @@ def fan_out(
     Raises:
         MissingExtraError: Ray is not installed.
         CapacityError: processes keep dying over a shard, or none gets ready in time.
+        ConfigError: there are fewer GPUs than the workers need.
         PacelineError: what a worker raised.
     """
     ray = require_ray()
     with _cluster(ray, settings):
+        _require_gpus(ray, settings)
         crew = _Crew(ray, job, settings)
         try:
             crew.work(deque(indices), on_done)
@@ -117,6 +119,17 @@ def _cluster(ray: Any, settings: FanOutSettings) -> Iterator[None]:
             yield
         finally:
             ray.shutdown()
+
+
+def _require_gpus(ray: Any, settings: FanOutSettings) -> None:
+    """Actors that wait for a GPU that is not there wait for ever."""
+    wanted = settings.num_workers * settings.num_gpus_per_worker
+    there = float(ray.cluster_resources().get("GPU", 0.0)) if wanted else 0.0
+    if wanted > there:
+        raise ConfigError(
+            f"{settings.num_workers} workers need {wanted:g} GPUs; there are {there:g}",
+            hint=f"--workers {max(1, int(there / settings.num_gpus_per_worker))}",
+        )
 
 
 class _Failure:
@@ -176,7 +189,7 @@ class _Crew:
             number, shard = self._given[ready[0]]
             try:
                 failure = self._ray.get(ready[0])
-            except self._ray.exceptions.RayActorError:
+            except (self._ray.exceptions.RayActorError, self._ray.exceptions.OutOfMemoryError):
                 self._replace(number, waiting)
                 continue
             del self._given[ready[0]]

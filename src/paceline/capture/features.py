@@ -40,6 +40,7 @@ from paceline.models.taps import TapCollector
 _log = logging.getLogger(__name__)
 
 _WIDTH_STEP = 64  # padded rows are multiples of this
+_LAST_WAIT_S = 10.0  # for the writing thread, once something has failed
 _CHECKED_TOKENS = 32  # answer tokens per conversation on which the last state is held against the text
 FEWEST_AGREEING = 0.97  # share of greedy text that a bf16 target's last states must predict
 
@@ -205,9 +206,9 @@ class FeatureCapture:
             buffer.end()
         except BaseException as error:
             buffer.fail(error)
+            writer.join(_LAST_WAIT_S)  # a daemon: a disk that does not answer must not hide the error
             raise
-        finally:
-            writer.join()
+        writer.join()
         if errors:
             raise errors[0]
 

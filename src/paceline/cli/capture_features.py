@@ -248,6 +248,8 @@ def _capture(job: FeatureJob, workers: int, estimate: Mapping[str, object]) -> d
 
         del capture  # the workers have a target each
         is_gpu = resolve_device(job.run.device).type == "cuda"
+        if is_gpu:
+            torch.cuda.empty_cache()
         settings = FanOutSettings(
             workers, num_gpus_per_worker=1.0 if is_gpu else 0.0, num_threads=torch.get_num_threads()
         )

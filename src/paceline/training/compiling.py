@@ -10,7 +10,7 @@ from paceline.models.targets.dense import DenseTarget
 
 
 class CompiledLayers:
-    """While it is entered, the layers of a target run through torch.compile; entered as often as wanted.
+    """While it is entered, the layers of a target run through torch.compile; again and again, once at a time.
 
     One compilation serves all layers, since they differ in their weights alone, and every batch shape. Outside they
     are what serving runs: what is recorded of a target, such as a drafter's fingerprint, must not come from others.

@@ -160,7 +160,8 @@ def _add_batch(
     counters.add("counted", torch.ones_like(found["ce"]), drafted_BAK)
     has_selector = isinstance(drafter, DFlash2Drafter)
     for name, values_BAK in found.items():
-        if has_selector or name not in _SELECTOR_COLUMNS:
+        is_known = target.has_hidden or name not in _TEACHER_COLUMNS
+        if is_known and (has_selector or name not in _SELECTOR_COLUMNS):
             counters.add(name, values_BAK, drafted_BAK)
     if has_selector:
         right_BAK = {
@@ -176,6 +177,7 @@ def _add_batch(
 
 _COLUMNS = ("correct", "ce", "kl", "acceptance", "label_in_candidates", "target_mass_in_candidates", "selector_correct")
 _SELECTOR_COLUMNS = _COLUMNS[4:]
+_TEACHER_COLUMNS = ("kl", "acceptance", "target_mass_in_candidates")  # the target's last states take part in them
 
 
 def _scored(

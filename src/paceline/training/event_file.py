@@ -102,6 +102,7 @@ def _record(message: bytes) -> bytes:
 
 def _messages_up_to(path: Path, step: int) -> list[bytes]:
     """Whole messages of an earlier attempt; a torn end is left out."""
+    from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event
 
     if not path.is_file():
@@ -113,7 +114,10 @@ def _messages_up_to(path: Path, step: int) -> list[bytes]:
         if end > len(data):
             break
         message = data[at + 12 : end - 4]
-        if Event.FromString(message).step <= step:
-            kept.append(message)
+        try:
+            if Event.FromString(message).step <= step:
+                kept.append(message)
+        except DecodeError:  # damaged, and so is what follows; metrics.jsonl has the same numbers
+            break
         at = end
     return kept

@@ -56,6 +56,11 @@ class StoredFeatures(TargetFeatures):
         self._num_taps, self._width = len(contract.target_layer_ids), target.contract.hidden_size
         self._dtype = target.model.norm.weight.dtype
 
+    @property
+    def has_hidden(self) -> bool:
+        """Whether anything reads the last states; if not, they are NaN."""
+        return self._needs_hidden
+
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Features:
         """Features of a batch, on its device.

@@ -48,6 +48,11 @@ class TargetFeatures:
             hidden = self._target(batch.token_ids_BS, batch.positions_BS, attend, taps)
         return Features(taps.collected(), hidden)
 
+    @property
+    def has_hidden(self) -> bool:
+        """Whether the last states that it gives are numbers; a folder may hold taps alone."""
+        return True
+
     @torch.no_grad()
     def embed(self, token_ids: Tensor) -> Tensor:
         """Raw embedding rows."""

@@ -12,7 +12,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 _SAME_REQUEST_S = 1.0  # `timeout` signals the process and its group, a terminal the group and its shell: a few ms apart
-_WATCHDOG_S = 120.0  # from the request to the end of the step and of what it saves
+_WATCHDOG_S = 1800.0  # from the request to the end of the step, of an evaluation that is due, and of what is saved
 
 _Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 

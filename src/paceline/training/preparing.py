@@ -22,10 +22,17 @@ from paceline.training.step import StepSettings
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Conversations to train on, and those held out, by file."""
+    """Conversations of a run.
+
+    Attributes:
+        train: to learn from.
+        held_out: kept for evaluation, by file.
+        before_dropping: those to learn from and those with too little to learn; what stored features were made of.
+    """
 
     train: Conversations
     held_out: Mapping[str, Conversations]
+    before_dropping: Conversations
 
 
 @dataclass(frozen=True)
@@ -63,8 +70,9 @@ def read_data(run: TrainRun, target: LoadedTarget) -> TrainingData:
         train.append(learned)
         is_taken = path.name in held_out  # two folders may hold files of one name
         held_out[str(path) if is_taken else path.name] = kept
-    learned = drop_short(join(train), max_length=run.data.max_length, min_supervised=run.data.min_supervised)
-    return TrainingData(learned, held_out)
+    whole = join(train)
+    learned = drop_short(whole, max_length=run.data.max_length, min_supervised=run.data.min_supervised)
+    return TrainingData(learned, held_out, whole)
 
 
 def prepare_run(run: TrainRun, target: LoadedTarget, ranks: Ranks) -> RunParts:
@@ -97,7 +105,7 @@ def _features(
         return TargetFeatures(
             target.model, contract.target_layer_ids, contract.aux_hidden_stream, is_compiled=is_compiled
         )
-    conversations = [data.train, *data.held_out.values()]
+    conversations = [data.before_dropping, *data.held_out.values()]
     # All ranks read the same files: hashing them once is enough.
     return open_stored_features(run, target, contract, conversations, verify=ranks.is_first)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
+import logging
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Iterator, Sequence
@@ -17,6 +20,8 @@ from paceline.configuration.run import TrainRun
 from paceline.errors import ConfigError
 from paceline.training.provenance import versions
 from paceline.training.resume import latest_checkpoint, remove_unfinished
+
+_log = logging.getLogger(__name__)
 
 
 def checkpoint_to_start_from(output: Path, *, resume: bool) -> Path | None:
@@ -59,6 +64,10 @@ def locked(output: Path) -> Iterator[None]:
                 f"{output} is being trained into by another process",
                 hint="waiting for it, stopping it, or another output folder",
             ) from error
+        except OSError as error:  # some network file systems
+            if error.errno not in (errno.EBADF, errno.ENOLCK, errno.ENOTSUP):
+                raise
+            _log.warning("%s: this file system cannot lock a folder; nothing keeps a second process out", output)
         yield
     finally:
         os.close(descriptor)
@@ -86,15 +95,22 @@ def _clear_away(output: Path) -> None:
     """Remove files and folders of writes that a killed process did not finish."""
     remove_unfinished(output / "checkpoints")
     for folder in (output, output / "exports"):
-        for replaced in folder.glob("*.old-*"):
-            name, _, _ = replaced.name.partition(".old-")
+        for replaced in _ours(folder, "old"):
+            if not replaced.is_dir():
+                continue
+            name, _, _ = replaced.name.rpartition(".old-")
             if (folder / name).exists():
                 shutil.rmtree(replaced)
             else:  # it was moved aside for one that never came
                 replaced.rename(folder / name)
-        for pattern in ("*.tmp-*", ".*.tmp-*"):
-            for unfinished in folder.glob(pattern):
-                if unfinished.is_dir():
-                    shutil.rmtree(unfinished)
-                else:
-                    unfinished.unlink(missing_ok=True)
+        for unfinished in _ours(folder, "tmp"):
+            if unfinished.is_dir():
+                shutil.rmtree(unfinished)
+            else:
+                unfinished.unlink(missing_ok=True)
+
+
+def _ours(folder: Path, mark: str) -> list[Path]:
+    """Entries whose names end in the mark of an unfinished write; other people's names rarely look like that."""
+    entries = folder.iterdir() if folder.is_dir() else ()
+    return [path for path in entries if re.fullmatch(rf".+\.{mark}-[0-9a-f]{{8}}", path.name)]

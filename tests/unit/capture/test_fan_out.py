@@ -22,6 +22,7 @@ from paceline.capture.features import finish_capture
 from paceline.errors import CapacityError, MissingExtraError, NumericError, PacelineError, ShapeError
 
 
+@pytest.mark.timeout(300)
 def test_a_worker_killed_in_the_middle_of_a_shard_loses_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -29,7 +30,7 @@ def test_a_worker_killed_in_the_middle_of_a_shard_loses_nothing(
     pytest.importorskip("ray")
     finish_capture(write_all(tmp_path / "alone", make_capture(small_target(), random_texts())))
     shards = make_capture(small_target(), random_texts()).open(tmp_path / "fanned")
-    fan_out(TinyJob(tmp_path / "fanned", dies_at=3), shards.missing(), FanOutSettings(2, timeout_s=60.0))
+    fan_out(TinyJob(tmp_path / "fanned", dies_at=3), shards.missing(), FanOutSettings(2, timeout_s=200.0))
     finish_capture(shards)
     assert (tmp_path / "fanned.died").exists()
     assert "a worker process ended; shards [" in caplog.text
@@ -39,6 +40,10 @@ def test_a_worker_killed_in_the_middle_of_a_shard_loses_nothing(
 
 class ActorDied(Exception):
     """What Ray raises for every call of an actor whose process is gone."""
+
+
+class OutOfMemory(Exception):
+    """What Ray raises for a call whose process took too much memory."""
 
 
 class Dies(BaseException):
@@ -56,7 +61,7 @@ class Call:
 class StandIn:
     """The part of Ray that is used."""
 
-    exceptions = SimpleNamespace(RayActorError=ActorDied)
+    exceptions = SimpleNamespace(RayActorError=ActorDied, OutOfMemoryError=OutOfMemory)
 
     def __init__(self) -> None:
         self.num_actors, self.num_killed, self.is_slow = 0, 0, False

@@ -50,7 +50,8 @@ def test_the_producer_sleeps_from_the_high_mark_to_the_low_one() -> None:
     buffer: FeatureBuffer[int] = FeatureBuffer(30, 10, 10.0)
     thread = _filled(buffer, 6, 10)
     items = iter(buffer)
-    while buffer.num_bytes < 30:
+    deadline = time.monotonic() + 5
+    while buffer.num_bytes < 30 and time.monotonic() < deadline:
         time.sleep(0.001)
     assert next(items) == 0
     time.sleep(0.02)

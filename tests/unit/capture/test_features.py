@@ -400,9 +400,10 @@ def test_killed_at_a_random_moment_and_resumed_the_bytes_are_those_of_an_undistu
     num_kills = 0
     for _ in range(3):
         begun = multiprocessing.get_context("fork").Event()
-        process = fork(target=_run_and_wait, args=(folder, begun, 0.004))
+        process = fork(target=_run_and_wait, args=(folder, begun, 0.03))
         process.start()
-        begun.wait(20)
+        while not begun.wait(0.05) and process.is_alive():
+            pass
         time.sleep(moment.uniform(0.0, 0.05))
         os.kill(process.pid, signal.SIGKILL)
         process.join()

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 from tests.unit.capture.chatting import capture_run, chat_target
 
 from paceline.capture.prompts import PromptCapture, read_captured
@@ -25,6 +26,7 @@ def _capture(folder: Path, target: LoadedTarget) -> None:
     PromptCapture(run, target).run_all()
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_capture_survives_kills(tmp_path: Path) -> None:
     target = chat_target(num_layers=1)
     set_linear_mode(target.model, "plain")

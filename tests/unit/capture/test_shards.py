@@ -174,6 +174,7 @@ def _killed_at(folder: Path, step: int) -> None:
     _write_all(folder, 2)
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("record_first", [False, True])
 def test_killed_at_every_step_it_resumes_to_equal_bytes(
     tmp_path: Path, record_first: bool, monkeypatch: pytest.MonkeyPatch

@@ -97,25 +97,25 @@ def test_beside_the_main_thread_it_leaves_signals_alone() -> None:
     assert seen == [True]
 
 
-def hang_after_a_request(errors: Path, leaves: bool) -> None:
+def hang_after_a_request(errors: Path, leaves: bool, watchdog_s: float) -> None:
     """A process that was asked to stop and does not, or does and then works on."""
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
-    with StopRequest(watchdog_s=0.3):
+    with StopRequest(watchdog_s=watchdog_s):
         os.kill(os.getpid(), signal.SIGTERM)
         if not leaves:
             time.sleep(60)
-    time.sleep(0.6)
+    time.sleep(2 * watchdog_s)
 
 
 def test_a_watchdog_ends_who_does_not_answer(tmp_path: Path) -> None:
     """A rank that waits for one that is gone never comes to its step border."""
-    process = start(hang_after_a_request, tmp_path / "errors", False)
+    process = start(hang_after_a_request, tmp_path / "errors", False, 0.3)
     process.join(20)
     assert process.exitcode == 1
     assert "in hang_after_a_request" in (tmp_path / "errors").read_text(), "it says where"
 
 
 def test_the_watchdog_lets_go_of_who_answers(tmp_path: Path) -> None:
-    process = start(hang_after_a_request, tmp_path / "errors", True)
+    process = start(hang_after_a_request, tmp_path / "errors", True, 2.0)
     process.join(20)
     assert process.exitcode == 0

@@ -49,6 +49,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainRun, int]:
     return run, int(run.output.with_name("calls").read_text())
 
 
+@pytest.mark.timeout(300)
 def test_twenty_kills_and_resumes_end_bitwise_equal(whole: tuple[TrainRun, int], tmp_path: Path) -> None:
     left_alone, num_calls = whole
     run = settings(tmp_path)

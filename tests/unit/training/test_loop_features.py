@@ -19,7 +19,7 @@ from paceline.models.layers import set_linear_mode
 from paceline.models.loading import LoadedTarget
 from paceline.training.contract import drafter_contract
 from paceline.training.data import read_conversations
-from paceline.training.feature_source import texts_of
+from paceline.training.feature_source import needs_last_hidden, texts_of
 from paceline.training.loop import train
 
 
@@ -36,13 +36,14 @@ def target() -> LoadedTarget:
 def capture(run: TrainRun, target: LoadedTarget, folder: Path) -> None:
     texts = texts_of(read_conversations(run.data.files[0], vocab_size=512), run.data.max_length)
     layers = drafter_contract(run, target.contract).target_layer_ids
-    settings = CaptureSettings(layer_ids=layers, keeps_hidden=True, batch_tokens=600, shard_bytes=40_000)
+    keeps_hidden = needs_last_hidden(run)
+    settings = CaptureSettings(layer_ids=layers, keeps_hidden=keeps_hidden, batch_tokens=600, shard_bytes=40_000)
     record = feature_record(
         target,
         [texts],
         layer_ids=layers,
         stream=settings.stream,
-        keeps_hidden=True,
+        keeps_hidden=keeps_hidden,
         max_length=run.data.max_length,
     )
     made = FeatureCapture(target, texts, settings, record)
@@ -71,6 +72,32 @@ def test_a_run_on_stored_features_is_the_run_beside_the_target(
     assert differs(state(stored, 12), state(online, 12)) == []
     assert timeless(stored) == timeless(online)
     assert exported(stored)["model.safetensors"] == exported(online)["model.safetensors"]
+
+
+def test_taps_alone_are_enough_for_cross_entropy(target: LoadedTarget, tmp_path: Path) -> None:
+    """Rows of evaluation then lack what needs the target's last states, instead of holding NaN."""
+    data = write_token_file(tmp_path / "data.npz", random_rows(40, 24, vocab_size=400), num_prompt_tokens=4)
+    changes: dict[str, Any] = {"schedule_num_steps": 4, "evaluate_every": 2, "objective_loss": "ce"}
+    changes |= {"data_min_supervised": 12}
+    online = tiny_settings(tmp_path / "online", data, **changes)
+    stored = tiny_settings(tmp_path / "stored", data, data_features=str(tmp_path / "features"), **changes)
+    assert not needs_last_hidden(online)
+    capture(online, target, tmp_path / "features")
+    train(online, target)
+    train(stored, target)
+    assert differs(state(stored, 4), state(online, 4)) == []
+    rows = [[row for row in timeless(run) if row["kind"] == "evaluate"] for run in (online, stored)]
+    lacking = [set(one["data.npz"]) - set(other["data.npz"]) for one, other in zip(*rows, strict=True)]
+    assert lacking == [{"kl_by_draft", "acceptance_by_draft"}] * 2
+
+
+def test_conversations_with_too_little_to_learn_are_still_in_the_folder(target: LoadedTarget, tmp_path: Path) -> None:
+    rows = [row[: 8 + index % 16] for index, row in enumerate(random_rows(40, 24, vocab_size=400))]
+    data = write_token_file(tmp_path / "data.npz", rows, num_prompt_tokens=4)
+    changes: dict[str, Any] = {"schedule_num_steps": 2, "data_min_supervised": 10}
+    run = tiny_settings(tmp_path / "run", data, data_features=str(tmp_path / "features"), **changes)
+    capture(run, target, tmp_path / "features")
+    assert train(run, target).is_finished
 
 
 def test_features_of_another_target_are_refused_before_anything_is_written(
