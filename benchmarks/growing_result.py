@@ -15,7 +15,8 @@ from benchmarks.results import Row, rounded, write_result
 
 from paceline.errors import ConfigError, DataError
 
-_OWN = "drafters"  # the one setting in which files that are joined differ
+_OWN = "drafters"  # a setting in which files that are joined differ
+_LISTED = "temperatures"  # another: rows of one drafter may lie in several files
 
 
 class GrowingResult:
@@ -134,7 +135,7 @@ def join_results(paths: Sequence[Path], key: Sequence[str]) -> dict[str, Any]:
     found = [read_growing(path) for path in paths]
     rows: dict[tuple[object, ...], Row] = {}
     for path, one in zip(paths, found, strict=True):
-        refuse_differences(found[0]["settings"], one["settings"], path, but=[_OWN])
+        refuse_differences(found[0]["settings"], one["settings"], path, but=[_OWN, _LISTED])
         refuse_differences(found[0]["versions"], one["versions"], path)
         for row in one["rows"]:
             where = tuple(row[name] for name in key)
@@ -144,11 +145,14 @@ def join_results(paths: Sequence[Path], key: Sequence[str]) -> dict[str, Any]:
     drafters: dict[str, object] = {}
     for one in found:
         drafters |= one["settings"].get(_OWN, {})
+    settings = {**found[0]["settings"], _OWN: drafters}
+    if _LISTED in settings:
+        settings[_LISTED] = list(dict.fromkeys(value for one in found for value in one["settings"][_LISTED]))
     return {
         **found[0],
         **{name: _each(one[name] for one in found) for name in ("command", "commit", "date", "machine")},
         "complete": all(one["complete"] for one in found),
-        "settings": {**found[0]["settings"], _OWN: drafters},
+        "settings": settings,
         "rows": list(rows.values()),
     }
 

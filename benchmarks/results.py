@@ -81,10 +81,15 @@ def scrub_argument(argument: str) -> str:
 
 
 def describe_commit(root: Path = ROOT) -> str:
-    """Short id of the checked-out commit; `-dirty` if anything but documentation differs from it."""
+    """Short id of the checked-out commit; `-dirty` if anything but documentation differs from it.
+
+    An archive of `git archive` has no history; it knows its commit from a file that git fills in (`export-subst`).
+    """
     commit = _git(root, "rev-parse", "--short=12", "HEAD")
     if commit is None:
-        return "unknown"
+        archived = root / "benchmarks" / "commit.txt"
+        text = archived.read_text(encoding="utf-8").strip() if archived.exists() else "$"
+        return "unknown" if text.startswith("$") else text[:12]
     changes = _git(root, "status", "--porcelain", "--", ".", *_NOT_MEASURED)
     return commit if changes == "" else f"{commit}-dirty"
 

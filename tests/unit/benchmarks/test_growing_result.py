@@ -115,3 +115,14 @@ def test_files_of_several_drafters_become_one(tmp_path: Path) -> None:
     growing(tmp_path / "d", {"versions": {"python": "3.12"}}).put({"drafter": "b", "set": "x"})
     with pytest.raises(ConfigError, match=r"python is '3\.11\.7' here and '3\.12' there"):
         join_results([paths[0], tmp_path / "d" / "growing.json"], KEY)
+
+
+def test_files_of_several_temperatures_become_one(tmp_path: Path) -> None:
+    for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
+        settings = {"temperatures": [temperature], "drafters": {"a": "aaaa"}}
+        result = growing(tmp_path / name, **settings)
+        result.put({"drafter": "a", "set": name})
+        result.finish()
+    joined = join_results([tmp_path / name / "growing.json" for name in ("greedy", "sampled")], KEY)
+    assert joined["settings"] == {"seed": 0, "temperatures": [0.0, 1.0], "drafters": {"a": "aaaa"}}
+    assert joined["complete"] is True and len(joined["rows"]) == 2

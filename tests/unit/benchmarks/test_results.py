@@ -76,6 +76,12 @@ def test_results_written_before_are_no_change(checkout: Path) -> None:
 
 def test_no_checkout(tmp_path: Path) -> None:
     assert describe_commit(tmp_path) == "unknown"
+    (tmp_path / "benchmarks").mkdir()
+    placeholder = tmp_path / "benchmarks" / "commit.txt"
+    placeholder.write_text("$Format:%H$\n")
+    assert describe_commit(tmp_path) == "unknown"
+    placeholder.write_text("0123456789abcdef\n")  # as `git archive` leaves it
+    assert describe_commit(tmp_path) == "0123456789ab"
 
 
 def test_machine_names_the_first_processor_and_its_best_instructions(tmp_path: Path) -> None:
