@@ -176,10 +176,12 @@ def _context(sizes: Sizes, batch: int, device: torch.device) -> Case:
     table = rotary_table(frequencies, sizes.num_positions)
     starts = torch.randint(sizes.num_positions - sizes.block_rows, (batch, 1), device=device)
     positions = (starts + torch.arange(sizes.block_rows, device=device)).flatten()
-    slots = torch.randperm(batch, device=device).repeat_interleave(sizes.block_rows)
-    shape = (sizes.num_layers, 2, batch, sizes.num_kv_heads, sizes.num_positions, head_size)
+    # A request's rows lie together, each request's somewhere else; where in the planes makes no difference here.
+    owner = torch.randperm(batch, device=device).repeat_interleave(sizes.block_rows)
+    stored_at = owner * sizes.num_positions + positions
+    shape = (sizes.num_layers, 2, sizes.num_kv_heads, batch, sizes.num_positions, head_size)
     planes = torch.zeros(shape, dtype=torch.bfloat16, device=device)
-    arguments = (kv, gain, table, positions, slots, planes, 1e-6, True, 1.0)
+    arguments = (kv, gain, table, positions, stored_at, planes, 1e-6, True, 1.0)
     reference, kernel = context_kv.write_context_kv_reference, context_kv.write_context_kv_triton
 
     def errors() -> list[tuple[float, float]]:
@@ -190,7 +192,7 @@ def _context(sizes: Sizes, batch: int, device: torch.device) -> Case:
         kernel(*arguments[:5], found, *arguments[6:])
         return list(zip([_relative(y, expected) for y in (found_wide, found)], _unit(4, 1e-5), strict=True))
 
-    num_bytes = 2 * _bytes_of(kv) + _bytes_of(gain, positions, slots) + rows * head_size * 4
+    num_bytes = 2 * _bytes_of(kv) + _bytes_of(gain, positions, stored_at) + rows * head_size * 4
     return Case("write_context_kv", sizes, batch, reference, kernel, arguments, num_bytes, errors)
 
 

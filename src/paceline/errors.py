@@ -7,9 +7,12 @@ PacelineError
 ├── CheckpointError       a model folder or file is missing, damaged or unknown   exit 1, HTTP 500
 ├── CompatibilityError    two sound parts do not fit each other                   exit 1, HTTP 400
 ├── ShapeError            a tensor does not have the promised shape               exit 1, HTTP 500
-├── CapacityError         disk, memory or queue is full                           exit 1, HTTP 429
+├── CapacityError         disk or memory is full                                  exit 1, HTTP 429
+│   └── QueueFullError    as many requests wait as may wait; later it may fit     exit 1, HTTP 429
 ├── NumericError          NaN or infinity where a number was needed               exit 1, HTTP 500
 ├── OfflineError          something would have to be downloaded                   exit 1, HTTP 503
+├── EngineClosedError     an engine was asked for something after its end         exit 1, HTTP 503
+│   └── EngineDeadError   its steps kept failing; the cause is chained            exit 1, HTTP 503
 ├── MissingExtraError     an optional dependency is not installed                 exit 1, HTTP 500
 └── CheckFailedError      a check ran and says no                                 exit 3, HTTP 500
 """
@@ -113,6 +116,10 @@ class CapacityError(PacelineError):
     http_status = 429
 
 
+class QueueFullError(CapacityError):
+    """As many requests wait already as the settings allow; nothing is wrong with this one."""
+
+
 class NumericError(PacelineError):
     """A NaN or an infinity appeared where a finite number was needed."""
 
@@ -121,6 +128,16 @@ class OfflineError(PacelineError):
     """Going on would need the network, which is off or out of reach."""
 
     http_status = 503
+
+
+class EngineClosedError(PacelineError):
+    """An engine that was closed, and has no caches any more, was asked to go on."""
+
+    http_status = 503
+
+
+class EngineDeadError(EngineClosedError):
+    """An engine ended because it kept failing; what it failed of is chained."""
 
 
 class MissingExtraError(PacelineError):

@@ -20,7 +20,7 @@ from paceline.checkpoint.contract import AuxHiddenStream, TargetLayerId
 from paceline.checkpoint.tokenizer import TextTokenizer
 from paceline.errors import RequestError
 from paceline.models.loading import LoadedTarget
-from paceline.models.targets.dense import DenseTarget
+from paceline.models.targets.target import Target
 
 SCHEMA_VERSION = 1
 
@@ -81,7 +81,7 @@ def data_sha256(parts: Iterable[Texts]) -> str:
     return hashlib.sha256(b"".join(keys)).hexdigest()
 
 
-def weights_sha256(model: DenseTarget) -> str:
+def weights_sha256(model: Target) -> str:
     """One hash of a target's parameters, by name, in the dtype that they are loaded in."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):

@@ -16,7 +16,8 @@ from torch import Tensor
 from paceline.capture.writer import LoopWatch, Passage, PassageEnd, PassageRequest, Progress
 from paceline.errors import RequestError
 from paceline.models.loading import LoadedTarget
-from paceline.models.targets.dense import DenseTarget
+from paceline.models.stepwise import StepwiseContext
+from paceline.models.targets.target import Target
 from paceline.ops.attention import attention
 from paceline.ops.sample_tokens import NO_TOKEN, sample_tokens
 from paceline.ops.target_distribution import process_logits
@@ -28,16 +29,20 @@ _SMALLEST_SHRINK = 0.75  # copying the caches pays once so few rows are left
 class Lockstep:
     """Keys and values of a batch whose rows are all equally long."""
 
-    def __init__(self, target: DenseTarget, batch_size: int, length: int) -> None:
+    def __init__(self, target: Target, batch_size: int, length: int) -> None:
         contract, weight = target.contract, target.norm.weight
         shape = (2, batch_size, contract.num_kv_heads, length, contract.head_size)
         self._layers = [
             torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in range(contract.num_layers)
         ]
-        self.length = 0
+        self.length = self._num_rows = 0
 
-    def __call__(self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor) -> Tensor:
-        end = self.length + q_BTNH.shape[1]
+    def __call__(
+        self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor, *, sink_N: Tensor | None = None
+    ) -> Tensor:
+        assert sink_N is None, "targets have no attention sinks"
+        self._num_rows = q_BTNH.shape[1]
+        end = self.length + self._num_rows
         k, v = self._layers[layer]
         k[:, :, self.length : end] = k_BTMH.transpose(1, 2)
         v[:, :, self.length : end] = v_BTMH.transpose(1, 2)
@@ -46,10 +51,22 @@ class Lockstep:
             visible = torch.ones(q_BTNH.shape[1], end, dtype=torch.bool, device=k.device).tril(self.length)
         return attention(q_BTNH.transpose(1, 2), k[:, :, :end], v[:, :, :end], visible=visible).transpose(1, 2)
 
+    def commit_all(self) -> None:
+        """The rows of the last pass are context now."""
+        self.length += self._num_rows
+
     def keep(self, rows: Tensor) -> None:
         """Go on with some of the rows; layer by layer, so that one layer at a time is there twice."""
         for layer in range(len(self._layers)):
             self._layers[layer] = self._layers[layer][:, rows]
+
+
+def _context(target: Target, batch_size: int, length: int) -> Lockstep | StepwiseContext:
+    """What a target keeps of a batch: keys and values, or latent rows and recurrent states."""
+    if target.contract.kimi is None:
+        return Lockstep(target, batch_size, length)
+    weight = target.norm.weight
+    return StepwiseContext(target.contract, batch_size, length, dtype=weight.dtype, device=weight.device)
 
 
 class LockstepWriter:
@@ -92,7 +109,7 @@ class _Batch:
     `_ids_BS` are prompts and passages, `_rows` the requests that the rows belong to.
     """
 
-    def __init__(self, model: DenseTarget, requests: Sequence[PassageRequest], on_progress: Progress | None) -> None:
+    def __init__(self, model: Target, requests: Sequence[PassageRequest], on_progress: Progress | None) -> None:
         self._model, self._requests, self._on_progress = model, requests, on_progress
         device = model.norm.weight.device
         starts = [len(request.prompt_ids) for request in requests]
@@ -105,7 +122,7 @@ class _Batch:
         self._temperature_B = torch.tensor([r.temperature for r in requests], dtype=torch.float32, device=device)
         self._top_p_B = torch.tensor([r.top_p for r in requests], dtype=torch.float32, device=device)
         self._seed_B = torch.tensor([r.seed for r in requests], dtype=torch.int64, device=device)
-        self._cache = Lockstep(model, len(requests), self._length)
+        self._cache = _context(model, len(requests), self._length)
         self._rows = list(range(len(requests)))
         self._written: list[list[int]] = [[] for _ in requests]
         self._ends: list[PassageEnd | None] = [None] * len(requests)
@@ -117,7 +134,7 @@ class _Batch:
         model, cache, device = self._model, self._cache, self._ids_BS.device
         positions = torch.arange(self._shortest, device=device).expand(len(self._rows), -1)
         hidden = model(self._ids_BS[:, : self._shortest], positions, cache)
-        cache.length = self._shortest
+        cache.commit_all()
         num_seen = self._shortest
         for position in range(self._shortest, self._length):
             chosen_B = self._choose(model.logits(hidden[:, -1]), position)
@@ -134,7 +151,7 @@ class _Batch:
             if not is_last:
                 places = torch.full((len(self._rows), 1), position, device=device)
                 hidden = model(chosen_B.clamp(min=0)[:, None], places, cache)
-                cache.length = position + 1
+                cache.commit_all()
         return [Passage(tuple(ids), end or "length") for ids, end in zip(self._written, self._ends, strict=True)]
 
     def _summarise(self) -> None:

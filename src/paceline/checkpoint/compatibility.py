@@ -78,9 +78,9 @@ def find_misfits(drafter: DrafterContract, target: TargetContract, *, num_draft_
             f"taps {beyond} are not among the target's legal ones, -1 (the embedding) to {target.num_layers - 2} "
             "(the last layer but one)"
         )
-    if drafter.aux_hidden_stream != "prefix":
+    if drafter.aux_hidden_stream not in target.aux_hidden_streams:
         misfits.append(
-            f"the drafter reads the stream {drafter.aux_hidden_stream!r}; a {target.architecture} has only 'prefix'"
+            f"the drafter reads the stream {drafter.aux_hidden_stream!r}; this {target.architecture} has only 'prefix'"
         )
     misfits.extend(vocabulary_misfits(drafter, target))
     misfits.extend(_block_misfits(drafter, num_draft_tokens))

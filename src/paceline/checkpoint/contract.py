@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NewType
 
+from paceline.checkpoint.kimi_contract import KimiSettings
+
 TargetLayerId = NewType("TargetLayerId", int)
 CaptureId = NewType("CaptureId", int)
 
@@ -55,7 +57,7 @@ class RopeSettings:
 
 @dataclass(frozen=True)
 class TargetContract:
-    """Everything the engine must know of a dense target (Llama or Qwen3 family)."""
+    """Everything the engine must know of a target: sizes of a dense one (Llama or Qwen3 family), and what Kimi adds."""
 
     architecture: str  # key of models/targets/table.py
     name: str  # as given by the user, or the folder's name
@@ -77,6 +79,14 @@ class TargetContract:
     stop_token_ids: tuple[int, ...]
     bos_token_id: int | None
     dtype: str  # "bfloat16", "float16" or "float32", as stored
+    # Kimi-Linear and Kimi-K3; then head_size and rope are only what a drafter of this target would take over
+    kimi: KimiSettings | None = None
+
+    @property
+    def aux_hidden_streams(self) -> frozenset[AuxHiddenStream]:
+        """The streams that can be tapped; attention residuals make two of the residual stream's one."""
+        has_blocks = self.kimi is not None and self.kimi.residual_block_size is not None
+        return frozenset({"prefix", "attn_res"}) if has_blocks else frozenset({"prefix"})
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline import __version__
+from paceline.checkpoint.calibration import CALIBRATION_FILE, read_calibration
 from paceline.checkpoint.compatibility import check_fit, complete_contract
 from paceline.checkpoint.contract import DrafterContract, TargetContract
 from paceline.checkpoint.dialects import Dialect, DrafterFiles, read_drafter
@@ -43,7 +44,7 @@ from paceline.errors import CheckpointError
 WRITABLE_DIALECTS: tuple[Dialect, ...] = ("zlab", "assistant", "speculators")
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
-_REWRITTEN = frozenset({CONFIG_FILE, FINGERPRINT_FILE, MASK_FILE, PROVENANCE_FILE, INDEX_FILE})
+_REWRITTEN = frozenset({CONFIG_FILE, FINGERPRINT_FILE, MASK_FILE, PROVENANCE_FILE, INDEX_FILE, CALIBRATION_FILE})
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,7 @@ def convert_drafter(
             *([fingerprint] if fingerprint.is_file() and marked is None else []),
             *([counts] if counts.is_file() else []),
         ],
+        calibration=read_calibration(folder),
     )
     others = sorted(entry.name for entry in folder.iterdir())
     return Conversion(

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from paceline.checkpoint.calibration import CALIBRATION_FILE, Calibration
 from paceline.checkpoint.contract import DrafterContract
 from paceline.checkpoint.dialects import (
     Dialect,
@@ -47,7 +48,7 @@ DEQUANTIZED_MARK = "dequantized_from"  # tensor of bytes in a fingerprint: the s
 PROVENANCE_FILE = "provenance.json"
 TOKEN_COUNTS_FILE = "token_counts.safetensors"  # how often each target id is in the training data's answers
 TOKEN_COUNTS = "token_counts"  # its one tensor, int64 [target vocabulary]
-_OUR_FILES = frozenset({CONFIG_FILE, INDEX_FILE, PROVENANCE_FILE, MASK_FILE, "hf_quant_config.json"})
+_OUR_FILES = frozenset({CONFIG_FILE, INDEX_FILE, PROVENANCE_FILE, MASK_FILE, CALIBRATION_FILE, "hf_quant_config.json"})
 
 
 def write_drafter_folder(
@@ -61,6 +62,7 @@ def write_drafter_folder(
     draft_to_target: Tensor | None = None,
     mask_embedding: Tensor | None = None,
     token_counts: Tensor | None = None,
+    calibration: Calibration | None = None,
     extra_files: Sequence[Path] = (),
 ) -> None:
     """Write a drafter folder.
@@ -80,6 +82,7 @@ def write_drafter_folder(
         mask_embedding: float [D], what replaces the mask token's embedding; just where the contract says so.
         token_counts: int64 [target vocabulary], how often each id is in the answers trained on: an engine may draft
             from the frequent ones.
+        calibration: what these weights accepted where they were measured; serving is held against it.
         extra_files: files to copy in under their own names, such as a tokenizer's.
     Raises:
         CheckpointError: the folder exists and is not a drafter's, the tensors do not match the contract or hold NaN or
@@ -118,6 +121,8 @@ def write_drafter_folder(
                 save_safetensors(temporary / FINGERPRINT_FILE, _apart(fingerprint), {})
             if token_counts is not None:
                 save_safetensors(temporary / TOKEN_COUNTS_FILE, {TOKEN_COUNTS: token_counts.long()}, {})
+            if calibration is not None:
+                write_text_atomic(temporary / CALIBRATION_FILE, calibration.to_json())
             if mask_embedding is not None:
                 _save_mask(temporary / MASK_FILE, mask_embedding, contract.mask_token_id)
             write_text_atomic(temporary / PROVENANCE_FILE, history)

@@ -1,4 +1,4 @@
-"""A drafter's `quantization_config`: which scheme each module's weight is stored in, and which modules are plain.
+"""A model's `quantization_config`: which scheme each module's weight is stored in, and which modules are plain.
 
 Three writers are read: `fp8` (DeepSeek and Qwen style), `compressed-tensors` and `modelopt`. As everywhere in this
 package, a key that is not known is refused, since it might say how the numbers are to be read; other methods are
@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from paceline.checkpoint.target_config import ConfigReader
+from paceline.checkpoint.config_reader import ConfigReader
 
-WeightKind = Literal["fp8", "int8", "nvfp4"]
+WeightKind = Literal["fp8", "int8", "nvfp4", "mxfp4"]
 Granularity = Literal["tensor", "channel", "block", "group"]
 
 NVFP4_GROUP_SIZE = 16
+MXFP4_GROUP_SIZE = 32
 _ALL_LINEARS = "Linear"
 _METHOD_KEYS: Mapping[str, frozenset[str]] = {
     "fp8": frozenset(
@@ -44,7 +45,8 @@ _FORMATS: Mapping[str, tuple[WeightKind, ...]] = {
     "int-quantized": ("int8",),
     "naive-quantized": ("fp8", "int8"),
     "nvfp4-pack-quantized": ("nvfp4",),
-    "mixed-precision": ("fp8", "int8", "nvfp4"),
+    "mxfp4-pack-quantized": ("mxfp4",),
+    "mixed-precision": ("fp8", "int8", "nvfp4", "mxfp4"),
 }
 
 
@@ -58,8 +60,8 @@ class WeightScheme:
 
     def __str__(self) -> str:
         """For messages and for the contract."""
-        if self.kind == "nvfp4":
-            return "nvfp4"
+        if self.kind in ("nvfp4", "mxfp4"):
+            return self.kind
         if self.block is not None:
             return f"{self.kind} per block of {self.block[0]}x{self.block[1]}"
         return f"{self.kind} per {' or '.join(self.granularities)}"
@@ -110,12 +112,12 @@ def read_quantization_config(config: Mapping[str, Any], *, origin: str) -> Quant
     if method not in _METHOD_KEYS:
         raise reader.error(
             f"quant_method {method!r} is not supported; supported are {', '.join(_METHOD_KEYS)}",
-            hint="an export in bfloat16, FP8, INT8 or NVFP4",
+            hint="an export in bfloat16, FP8, INT8, NVFP4 or MXFP4",
         )
     _refuse_unknown(config, _METHOD_KEYS[method], "quantization_config", reader)
     for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
         if config.get(key) is not None:
-            raise reader.error(f"{key} is {config[key]!r}; supported is null: a drafter's cache is not quantised")
+            raise reader.error(f"{key} is {config[key]!r}; supported is null: the cache is not quantised")
     if method == "fp8":
         return _fp8(config, reader)
     return _compressed_tensors(config, reader) if method == "compressed-tensors" else _modelopt(config, reader)
@@ -213,9 +215,11 @@ def _weight_scheme(place: str, weights: Mapping[str, Any], reader: ConfigReader)
             return WeightScheme(name, ("block",), _block(weights.get("block_structure"), "block_structure", reader))
     if kind == ("float", 4) and strategy == "tensor_group" and weights.get("group_size") == NVFP4_GROUP_SIZE:
         return WeightScheme("nvfp4", ("group",))
+    if kind == ("float", 4) and strategy == "group" and weights.get("group_size") == MXFP4_GROUP_SIZE:
+        return WeightScheme("mxfp4", ("group",))
     raise reader.error(
         f"{place} stores weights as {kind[0]!r} of {kind[1]!r} bits by {strategy!r}, group size "
-        f"{weights.get('group_size')!r}; supported are 8-bit float and int by tensor, channel or block, and NVFP4"
+        f"{weights.get('group_size')!r}; supported are 8-bit float and int by tensor, channel or block, NVFP4 and MXFP4"
     )
 
 

@@ -1,8 +1,8 @@
-"""Quantised drafter weights as plain float32 tensors, dequantised one at a time as they are read.
+"""Quantised weights as plain float32 tensors, dequantised one at a time as they are read.
 
 A scale on the wrong rows, or left out, costs acceptance without any error, so names, shapes and the config must agree
 before the first value is read. A drafter is read by its own `quantization_config`, never by its target's. Scales of
-activations are not used: the drafter computes in its own dtype.
+activations are not used: the model computes in its own dtype.
 
 On disk, for o output rows (of a fused tensor: the rows of all its parts) and i inputs:
 
@@ -14,6 +14,8 @@ On disk, for o output rows (of a fused tensor: the rows of all its parts) and i 
                  `weight_scale` float8 [o, i/16]; and one factor for all, or one for each part:
                  `weight_scale_2` (Model Optimizer) multiplies; w = code * scale * factor
                  `weight_global_scale` (compressed-tensors) is its reciprocal; w = code * scale / factor
+    MXFP4        `weight_packed` uint8 [o, i/2] as for NVFP4; `weight_scale` uint8 [o, i/32], the exponent of a power of
+                 two plus 127 (E8M0); w = code * 2^(scale - 127)
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.quantization_config import (
+    MXFP4_GROUP_SIZE,
     NVFP4_GROUP_SIZE,
     Granularity,
     QuantizationPlan,
@@ -63,7 +66,9 @@ _CODE_DTYPE: Mapping[WeightKind, torch.dtype] = {
     "fp8": torch.float8_e4m3fn,
     "int8": torch.int8,
     "nvfp4": torch.uint8,
+    "mxfp4": torch.uint8,
 }
+_GROUP_SIZES: Mapping[WeightKind, int] = {"nvfp4": NVFP4_GROUP_SIZE, "mxfp4": MXFP4_GROUP_SIZE}  # two codes to a byte
 _CODE_DTYPES = (
     *_CODE_DTYPE.values(),
     torch.float8_e5m2,
@@ -82,11 +87,11 @@ def open_dequantized(
     origin: str,
     fused: Mapping[str, Parts] = _NO_PARTS,
 ) -> tuple[TensorSource, str | None]:
-    """Present a drafter's file as plain tensors, whatever it is stored in.
+    """Present a model's file as plain tensors, whatever it is stored in.
 
     Args:
         source: the file, under its own names.
-        quantization_config: that object of the drafter's own config.json, or None.
+        quantization_config: that object of the model's own config.json, or None.
         origin: the config file, for messages.
         fused: name of a fused `weight` (`...qkv_proj.weight`) to the names and rows of its parts, in row order; entries
             without a tensor are left alone. It says which rows each of several scales is for; fused tensors stay fused.
@@ -186,13 +191,13 @@ def _plan_weight(
     if scheme is None:
         raise _refusal(f"{module} has scales, and no group of the quantization_config names it", source)
     codes = [kind for kind in (_WEIGHT, _PACKED) if kind in found]
-    if len(codes) != 1 or (codes == [_PACKED] and scheme.kind != "nvfp4"):
+    if len(codes) != 1 or (codes == [_PACKED] and scheme.kind not in _GROUP_SIZES):
         stored = " and ".join(codes) or "no weight"
         raise _refusal(f"{module} holds {stored} beside {_listed(sorted(found))}, which is not {scheme}", source)
     stored_shape = source.shape(found[codes[0]])
     if len(stored_shape) != 2:
         raise _refusal(f"{module} is quantised and {list(stored_shape)}; only matrices may be", source)
-    shape = (stored_shape[0], stored_shape[1] * (2 if scheme.kind == "nvfp4" else 1))
+    shape = (stored_shape[0], stored_shape[1] * (2 if scheme.kind in _GROUP_SIZES else 1))
     rows = tuple(height for _, height in parts) if parts else (shape[0],)
     if sum(rows) != shape[0]:
         raise _refusal(f"{module} has {shape[0]} rows; its parts have {sum(rows)}, {list(rows)}", source)
@@ -220,12 +225,13 @@ def _check_scales(
         raise _refusal(f"{module} has {_listed(sorted(scale_names)) or 'no scale'}; {scheme} needs {wanted}", source)
     height, width = shape
     single = [(), (1,), *([(len(rows),)] if len(rows) > 1 else [])]
-    if scheme.kind == "nvfp4" and width % NVFP4_GROUP_SIZE:
-        raise _refusal(f"{module} has {width} inputs; NVFP4 groups have {NVFP4_GROUP_SIZE}", source)
+    group_size = _GROUP_SIZES.get(scheme.kind, 1)
+    if width % group_size:
+        raise _refusal(f"{module} has {width} inputs; {scheme.kind.upper()} groups have {group_size}", source)
     expected: dict[Granularity, list[tuple[int, ...]]] = {
         "tensor": single,
         "channel": [(height, 1)],
-        "group": [(height, width // NVFP4_GROUP_SIZE)],
+        "group": [(height, width // group_size)],
     }
     if scheme.block is not None:
         expected["block"] = [(-(-height // scheme.block[0]), -(-width // scheme.block[1]))]
@@ -258,6 +264,8 @@ def _dequantize(weight: _QuantizedWeight, source: TensorSource) -> Tensor:
         else:
             factors = factors / _by_row(scales[_DIVISOR], weight.part_rows)
         return _scale_groups(_unpack_e2m1(codes), factors)
+    if weight.kind == "mxfp4":
+        return _scale_groups(_unpack_e2m1(codes), scales[_SCALE])
     scale = scales[_SCALE] if _SCALE in scales else scales[_SCALE_INV]
     if weight.granularity == "block" and weight.block is not None:
         return _scale_blocks(codes.float(), scale, weight.block)
@@ -266,11 +274,14 @@ def _dequantize(weight: _QuantizedWeight, source: TensorSource) -> Tensor:
 
 def _load_scale(kind: str, name: str, weight_kind: WeightKind, source: TensorSource) -> Tensor:
     stored = source.load(name)
-    is_group_scale = weight_kind == "nvfp4" and kind == _SCALE
-    allowed = (torch.float8_e4m3fn,) if is_group_scale else (*FLOAT_DTYPES, torch.float8_e8m0fnu)
+    allowed: tuple[torch.dtype, ...] = (*FLOAT_DTYPES, torch.float8_e8m0fnu)
+    if weight_kind == "mxfp4":
+        allowed = (torch.uint8, torch.float8_e8m0fnu)
+    elif weight_kind == "nvfp4" and kind == _SCALE:
+        allowed = (torch.float8_e4m3fn,)
     if stored.dtype not in allowed:
         raise _refusal(f"{name} is {stored.dtype}, expected {' or '.join(str(dtype) for dtype in allowed)}", source)
-    scale = stored.float()
+    scale = (stored.view(torch.float8_e8m0fnu) if stored.dtype == torch.uint8 else stored).float()
     # a group or a channel of zeros may have a scale of zero; a factor of zero would erase the whole weight
     is_sound = scale > 0 if kind in (_FACTOR, _DIVISOR) else scale >= 0
     if not bool((is_sound & scale.isfinite()).all()):
@@ -295,7 +306,7 @@ def _scale_blocks(values: Tensor, scale: Tensor, block: tuple[int, int]) -> Tens
 
 def _scale_groups(values: Tensor, factors: Tensor) -> Tensor:
     rows, width = values.shape
-    grouped = values.view(rows, width // NVFP4_GROUP_SIZE, NVFP4_GROUP_SIZE)
+    grouped = values.view(rows, factors.shape[1], -1)
     return grouped.mul_(factors.unsqueeze(-1)).view(rows, width)
 
 
@@ -313,7 +324,7 @@ def _refuse_other_schemes(names: Iterable[str], source: TensorSource) -> None:
             raise _refusal(
                 f"the weights are quantised as {_OTHER_SCHEMES[sign]} (tensor {name}), which is not supported",
                 source,
-                hint="an export in bfloat16, FP8, INT8 or NVFP4",
+                hint="an export in bfloat16, FP8, INT8, NVFP4 or MXFP4",
             )
 
 

@@ -177,7 +177,7 @@ def estimate_features(job: FeatureJob) -> dict[str, object]:
     from paceline.checkpoint.locate import locate_target
     from paceline.checkpoint.target_config import read_target_contract
     from paceline.checkpoint.tokenizer import open_tokenizer
-    from paceline.cli.estimate import num_target_parameters
+    from paceline.cli.estimate import num_active_parameters
     from paceline.models.loading import resolve_device, resolve_dtype
 
     run = job.run
@@ -195,7 +195,7 @@ def estimate_features(job: FeatureJob) -> dict[str, object]:
     num_bytes = shard_bytes(num_tokens, len(texts), per_token, num_shards)
     there = sum(file.stat().st_size for file in job.folder.glob("shard-*")) if job.folder.is_dir() else 0
     require_disk(job.folder, max(0, num_bytes - there))
-    body = num_target_parameters(contract) - contract.vocab_size * contract.hidden_size
+    body = num_active_parameters(contract) - contract.vocab_size * contract.hidden_size
     computing = 2 * body * num_tokens / (_product_speed(device, dtype) * _SHARE_OF_PEAK)
     return {
         "num_conversations": len(texts),

@@ -28,11 +28,25 @@ def num_drafter_parameters(contract: DrafterContract) -> int:
 
 
 def num_target_parameters(contract: TargetContract) -> int:
-    """Parameters of a dense target, its norms and biases left out."""
+    """Parameters of a target; of a dense one, norms and biases are left out."""
+    from paceline.checkpoint.kimi_names import kimi_slots
+
+    if contract.kimi is not None:
+        return sum(math.prod(slot.shape) for slot in kimi_slots(contract))
     width = contract.hidden_size
     attention = 2 * width * contract.head_size * (contract.num_heads + contract.num_kv_heads)
     tables = (1 if contract.tie_word_embeddings else 2) * contract.vocab_size * width
     return contract.num_layers * (attention + 3 * width * contract.intermediate_size) + tables
+
+
+def num_active_parameters(contract: TargetContract) -> int:
+    """Those of them that one token meets: of a mixture, the experts that are not chosen are left out."""
+    experts = contract.kimi.experts if contract.kimi is not None else None
+    if experts is None:
+        return num_target_parameters(contract)
+    one = 3 * experts.intermediate_size * (experts.latent_size or contract.hidden_size)
+    num_mixtures = sum(map(experts.has_experts, range(contract.num_layers)))
+    return num_target_parameters(contract) - num_mixtures * (experts.num_experts - experts.num_experts_per_token) * one
 
 
 def estimate_run(run: TrainRun, *, offline: bool) -> dict[str, object]:
@@ -92,7 +106,7 @@ def _operations_per_step(
     tokens = rows * mean_length
     blocks = rows * min(run.schedule.num_anchors, mean_length)
     table = target.vocab_size * target.hidden_size
-    body = num_target_parameters(target) - (1 if target.tie_word_embeddings else 2) * table
+    body = num_active_parameters(target) - (1 if target.tie_word_embeddings else 2) * table
     joined = drafter.num_taps * drafter.target_hidden_size * drafter.hidden_size
     head = drafter.draft_vocab_size * drafter.hidden_size
     layers = num_drafter_parameters(drafter) - joined - (head if drafter.has_own_head else 0)

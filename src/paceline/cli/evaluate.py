@@ -34,6 +34,13 @@ def evaluate(
         Path | None,
         typer.Option(metavar="FILE", help="Write the result: .json as one object, .jsonl as one line per answer."),
     ] = None,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="Write the acceptance found here into the drafter's folder, for the alarm of serving; greedy only.",
+        ),
+    ] = False,
     max_num_seqs: Annotated[
         int | None,
         typer.Option(min=1, help="Prompts decoded at the same time.", rich_help_panel=options.MODELS),
@@ -115,6 +122,8 @@ def evaluate(
     )
     if output is not None:
         _check_output(output)
+    if calibrate:
+        _check_calibrates(run)
     sets = [(path.stem, read_prompts(path, limit=run.num_prompts)) for path in run.prompts]
     if dry_run:
         counts = {name: len(rows) for name, rows in sets}
@@ -125,6 +134,8 @@ def evaluate(
     models = load_models(run, environment)
     engine = make_engine(run, models, max_num_seqs=run.max_num_seqs)
     results = _evaluate_sets(run, models, engine, sets, shows_progress=session.verbosity >= 0)
+    if calibrate:
+        _calibrate(run, models, results)
     report = _report(run, models, results, engine.stats())
     if output is not None:
         _write(output, report, results)
@@ -145,6 +156,67 @@ def _check_output(output: Path) -> None:
         )
     if not output.resolve().parent.is_dir():
         raise ConfigError("the folder of the result file does not exist", origin=origin)
+
+
+def _check_calibrates(run: EvaluateRun) -> None:
+    """Refuse settings whose acceptance is not that of plain greedy requests, or a folder that is not one's own."""
+    from paceline.errors import ConfigError
+
+    neutral = {
+        "temperature": run.temperature == 0,
+        "draft_length": run.draft_length == "fixed",
+        "min_tokens": run.min_tokens == 0,
+        "repetition_penalty": run.repetition_penalty == 1,
+        "frequency_penalty": run.frequency_penalty == 0,
+        "presence_penalty": run.presence_penalty == 0,
+    }
+    changed = [name for name, is_neutral in neutral.items() if not is_neutral]
+    if changed:
+        raise ConfigError(
+            f"--calibrate records what plain greedy requests accept, and {', '.join(changed)} "
+            f"{'is' if len(changed) == 1 else 'are'} set to something else",
+            hint="temperature 0, draft length fixed, and no penalties",
+        )
+    if not Path(run.draft_model).expanduser().is_dir():
+        raise ConfigError(
+            f"--calibrate writes into the drafter's folder, and {run.draft_model} is none on this machine",
+            hint="a copy of the drafter in a folder of its own",
+        )
+
+
+def _calibrate(run: EvaluateRun, models: Models, results: Sequence[SetAcceptance]) -> None:
+    """Write `calibration.json` from the steps of all sets."""
+    import torch
+
+    from paceline import __version__
+    from paceline.checkpoint.calibration import Calibration, write_calibration
+    from paceline.log import get_logger
+    from paceline.trace.acceptance import AcceptanceSummary
+
+    records = [record for result in results for answer in result.answers for record in answer.result.trace.records]
+    summary = AcceptanceSummary.from_steps(records)
+    weight = models.target.model.norm.weight
+    calibration = Calibration(
+        method="served",
+        num_blocks=summary.num_steps,
+        per_position=summary.per_position,
+        texts=tuple(path.name for path in run.prompts),
+        recorded_with={
+            "paceline": __version__,
+            "torch": torch.__version__,
+            "target": models.target.contract.name,
+            "dtype": str(weight.dtype).removeprefix("torch."),
+            "device": weight.device.type,
+        },
+    )
+    folder = Path(run.draft_model).expanduser()
+    write_calibration(folder, calibration)
+    get_logger(__name__).info(
+        "%s: calibrated over %d blocks; %.3f keep their first draft",
+        folder,
+        calibration.num_blocks,
+        calibration.first_position,
+    )
 
 
 def _evaluate_sets(

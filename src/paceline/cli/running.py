@@ -43,15 +43,21 @@ def load_models(run: ModelRun, environment: Environment) -> Models:
     if run.draft_model is None:
         return Models(target, None)
     log.info("loading drafter %s", run.draft_model)
-    drafter = load_drafter(run.draft_model, target, num_draft_tokens=run.spec_tokens, offline=run.offline)
     stream = environment.aux_hidden_stream
-    if stream is not None and stream != drafter.contract.aux_hidden_stream:
+    if stream is not None and stream not in target.contract.aux_hidden_streams:
         raise ConfigError(
-            f"the drafter was trained on the stream {drafter.contract.aux_hidden_stream!r}, and a dense target has no "
-            f"stream {stream!r} to feed it instead",
-            origin={"PACELINE_AUX_HIDDEN_STREAM": "environment", "drafter": drafter.contract.origin},
+            f"the drafter shall be fed the stream {stream!r}; the target has "
+            f"{' and '.join(sorted(target.contract.aux_hidden_streams))}",
+            origin={"PACELINE_AUX_HIDDEN_STREAM": "environment", "target": target.contract.origin},
             hint="unset PACELINE_AUX_HIDDEN_STREAM",
         )
+    drafter = load_drafter(
+        run.draft_model,
+        target,
+        num_draft_tokens=run.spec_tokens,
+        offline=run.offline,
+        aux_hidden_stream=stream,
+    )
     return Models(target, drafter)
 
 

@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | `PACELINE_LOG_LEVEL` | debug, info, warning or error: what the log on stderr shows | info |
 | `PACELINE_AUX_HIDDEN_STREAM` | prefix or attn_res: overrides the drafter's stream, for A/B runs | the drafter's |
-| `PACELINE_DEBUG` | 1 shows tracebacks, like `--debug` | 0 |
+| `PACELINE_DEBUG` | on (1) shows tracebacks, like `--debug`, and makes engines check their invariants | off (0) |
 | `PACELINE_NUM_THREADS` | CPU threads of tensor operations, like `--threads` | torch's choice |
 | `NO_COLOR` | anything but empty turns colours off (a convention that many programs share) | unset |
 
@@ -79,7 +79,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         aux_hidden_stream=cast(
             'Literal["prefix", "attn_res"] | None', _one_of(found, "PACELINE_AUX_HIDDEN_STREAM", STREAMS)
         ),
-        debug=_one_of(found, "PACELINE_DEBUG", ("0", "1")) == "1",
+        debug=_one_of(found, "PACELINE_DEBUG", ("off", "on", "0", "1")) in ("on", "1"),
         num_threads=_count(found, "PACELINE_NUM_THREADS"),
         no_color=bool(found.get("NO_COLOR")),
     )

@@ -64,6 +64,9 @@ class DrafterSettings(Settings):
     layout: Literal["fill_in", "anchor_sampling"] = Field(
         "fill_in", description="dspark: whether the anchor's own row drafts the token after it"
     )
+    aux_hidden_stream: Literal["prefix", "attn_res"] = Field(
+        "prefix", description="the target's stream that taps read; attn_res where it has attention residuals"
+    )
     tap_norm: Flag = Field(True, description="whether each tap has its own RMSNorm before the projection")
     conv_kernel_size: Count = Field(2, le=64, description="dflash2: rows that its convolution reads, itself included")
     conv_group_size: Count = Field(16, description="dflash2: channels that share a coefficient of the convolution")
@@ -215,6 +218,11 @@ class ScheduleSettings(Settings):
     compiled: Literal["auto", "on", "off"] = Field(
         "auto", description="compile the target and the drafter for the device; auto does so on a GPU"
     )
+    attention: Literal["auto", "dense", "flex"] = Field(
+        "auto",
+        description="how the blocks of a step attend: by dense masks, or by flex attention, which skips what no row "
+        "sees and needs a GPU; auto takes what is faster at the sizes of the run",
+    )
 
 
 class ObjectiveSettings(Settings):
@@ -313,6 +321,10 @@ class TrainRun(Settings):
             )
         if self.drafter.family == "dflash2" and "l1" in self.objective.loss_weights:
             raise ValueError("objective.loss has l1; the selector of a dflash2 drafter learns from kl and ce alone")
+        if self.drafter.family == "eagle3" and self.schedule.attention == "flex":
+            raise ValueError(
+                "schedule.attention is 'flex'; family 'eagle3' attends from one row per block, by dense masks alone"
+            )
         held_out = self.data.hold_out * len(self.data.files)
         if self.evaluate.num_conversations > held_out:
             raise ValueError(

@@ -37,33 +37,37 @@ def next_chunk(
     state: SlotState,
     settings: EngineSettings,
     *,
+    end: int,
     plan: Callable[[], DraftPlan],
     stopper: DraftStopper | None,
 ) -> PrefillChunk:
-    """Cut the next chunk off a prompt.
+    """Cut the next chunk off the text that a request is to have before it decodes.
 
     Args:
-        request: in a slot, its prompt not done.
+        request: in a slot, its text not done.
         state: of the slots.
-        settings: of the engine; chunks end at multiples of `prefill_chunk_size`, so that a request's arithmetic does
-            not depend on its neighbours.
+        settings: of the engine.
+        end: of the chunk, from `ChunkPace.chunk_end`.
         plan: plans the first block; asked only where one can be of use.
         stopper: as for `PrefillChunk`.
     """
     assert request.slot is not None, "only admitted requests are run"
-    prompt, start = request.prompt_ids, request.num_prefilled
-    end = min(start + settings.prefill_chunk_size, len(prompt))
-    is_last = end == len(prompt)
+    text = request.text_ids if request.is_resumed else request.prompt_ids
+    start, is_last = request.num_prefilled, end == request.prefill_goal
+    gives_first = is_last and not request.is_resumed
+    has_block = is_last and (request.is_resumed or request.output.max_tokens > 1)
     return PrefillChunk(
         slot=request.slot,
-        token_ids=prompt[start:end],
+        token_ids=text[start:end],
         start=start,
-        next_id=None if is_last else prompt[end],
+        next_id=None if gives_first else text[end],
         flags=request.flags,
-        plan=plan() if is_last and request.output.max_tokens > 1 else None,
+        plan=plan() if has_block else None,
         stopper=stopper,
         verify_method=settings.verify_method,
-        grammar_mask_BLW=grammar_masks([request], state, 1) if is_last else None,
+        grammar_mask_BLW=grammar_masks([request], state, 1) if gives_first else None,
+        resumed_step=len(request.trace.records) if is_last and request.is_resumed else None,
+        context_start=request.held.context_start,
     )
 
 
@@ -94,8 +98,18 @@ def step_batch(
     # Rows are as many as the longest waiting block needs; the blocks drafted next may be of another length.
     num_rows = 1 + min(most_drafts, max(request.num_waiting for request in requests))
     device = state.device
+    context_starts = [request.held.context_start for request in requests]
+    lacks_context = any(context_starts)
     return StepBatch(
-        rows=Rows(slots, torch.tensor(slots, device=device), starts, torch.tensor(starts, device=device), num_rows),
+        rows=Rows(
+            slots,
+            torch.tensor(slots, device=device),
+            starts,
+            torch.tensor(starts, device=device),
+            num_rows,
+            context_starts if lacks_context else None,
+            torch.tensor(context_starts, device=device) if lacks_context else None,
+        ),
         flags=flags,
         writes_context=any(request.is_drafted for request in requests),
         plan=plan,

@@ -1,27 +1,34 @@
-"""Contiguous key/value planes. One slot index addresses the target's keys and the drafter's context keys alike.
+"""Key/value planes in blocks. One block id addresses the target's keys and the drafter's context keys alike.
 
-B requests, T new rows, M key/value heads, S positions, H head size.
+B requests, T new rows, M key/value heads, S positions, H head size, R physical rows: block * block_size + offset.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from paceline.engine.block_tables import TRASH_BLOCK, BlockTables
 from paceline.errors import CapacityError
+
+Write = Callable[[int, Tensor, Tensor], None]  # layer, keys, values
+Read = Callable[[int], tuple[Tensor, Tensor]]
 
 
 class KeyValueCache:
-    """Keys and values of every slot: [layers, 2, slots, M, capacity, H], keys before values, zero at first.
+    """Keys and values of every block: [layers, 2, M, blocks, block_size, H], keys before values, zero at first.
 
-    A slot's context is a view, head-major, ready for attention. Zeros matter: a padded batch reads beyond a request's
-    own length, where a masked key counts nothing but a NaN would (0 * NaN is NaN).
+    Rows of a head lie together, over all blocks, as attention on a CPU reads them fastest. A slot whose blocks are one
+    run reads its context as a view; any other gathers it.
 
     Args:
+        tables: which blocks a slot has; shared by all caches of an engine.
         num_layers: layers that keep keys.
-        num_slots: requests at the same time; one more slot is added for padding rows to write to.
         num_kv_heads: M.
-        capacity: positions per slot, rows in flight included.
         head_size: H.
         dtype: the model's.
         device: the model's.
@@ -32,59 +39,151 @@ class KeyValueCache:
 
     def __init__(
         self,
+        tables: BlockTables,
         *,
         num_layers: int,
-        num_slots: int,
         num_kv_heads: int,
-        capacity: int,
         head_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_layers, 2, num_slots + 1, num_kv_heads, capacity, head_size)
+        shape = (num_layers, 2, num_kv_heads, tables.num_blocks, tables.block_size, head_size)
         try:
             self.planes = torch.zeros(shape, dtype=dtype, device=device)
         except RuntimeError as error:  # torch has one class for a full GPU and another for a full host
             num_bytes = torch.Size(shape).numel() * dtype.itemsize
             raise CapacityError(
-                f"a cache of {num_slots} slots of {capacity} positions needs {num_bytes / 2**20:.0f} MiB; "
-                f"{device} does not have them",
-                hint="a smaller max_num_seqs or max_model_len",
+                f"a cache of {tables.num_blocks} blocks of {tables.block_size} positions needs "
+                f"{num_bytes / 2**20:.0f} MiB; {device} does not have them",
+                hint="a smaller num_blocks, max_num_seqs or max_model_len",
             ) from error
-        self.capacity = capacity
-        self._layers: list[tuple[Tensor, Tensor]] = [(plane[0], plane[1]) for plane in self.planes]
-        # Made once, each as the batch of one that attention takes: a decode step on a CPU feels every view it makes.
-        self._slots = [list(zip(keys.split(1), values.split(1), strict=True)) for keys, values in self._layers]
+        self.tables = tables
+        self.num_kv_heads, self.head_size = num_kv_heads, head_size
+        num_rows = tables.num_blocks * tables.block_size
+        # Made once, in the shapes that are asked for: a decode step on a CPU feels every view it makes.
+        self._blocks = self.planes.flatten(1, 2).unbind(0)
+        self._flat = self.planes.view(num_layers, -1, head_size).unbind(0)
+        self._as_read = self.planes.view(num_layers * 2, 1, num_kv_heads, num_rows, head_size)
+        self._as_written = self._as_read.transpose(2, 3)
+        self._first_of_head = torch.arange(2 * num_kv_heads, device=device) * num_rows
 
     @property
     def num_bytes(self) -> int:
         """Memory of the planes."""
         return self.planes.numel() * self.planes.element_size()
 
+    def writer(self, slots: Sequence[int], starts: Sequence[int], num_rows: int) -> Write:
+        """What stores the same rows of several requests in any layer; settled once for a pass.
+
+        Args:
+            slots: one per request.
+            starts: positions of the first rows.
+            num_rows: T.
+
+        Returns:
+            A function of a layer and its keys and values [B, T, M, H].
+        """
+        tables = self.tables
+        if len(slots) == 1 and tables.is_one_run(slots[0]):
+            start, end = starts[0], starts[0] + num_rows
+            assert end <= tables.capacity(slots[0]), "rows of a request go to its own blocks"
+            to = self._as_written.narrow(2, tables.first_row(slots[0]) + start, num_rows).unbind(0)
+
+            def write(layer: int, k_BTMH: Tensor, v_BTMH: Tensor) -> None:
+                to[2 * layer].copy_(k_BTMH)
+                to[2 * layer + 1].copy_(v_BTMH)
+
+            return write
+        rows = [tables.rows(slot, start, num_rows) for slot, start in zip(slots, starts, strict=True)]
+        return partial(self.write_batch, cells=self.cells_to_write(torch.cat(rows)))
+
+    def reader(self, slot: int, length: int, start: int = 0) -> Read:
+        """What gives a slot's keys and values at positions start to length - 1 in any layer; settled once for a pass.
+
+        Args:
+            slot: whose.
+            length: the first position behind.
+            start: the first position.
+
+        Returns:
+            A function of a layer; it gives [1, M, length - start, H] twice: views where the slot's blocks are one run,
+            copies elsewhere.
+        """
+        tables, count = self.tables, length - start
+        if count > 0 and tables.is_one_run(slot):
+            assert length <= tables.capacity(slot), "positions beyond a slot's blocks hold nothing"
+            views = self._as_read.narrow(3, tables.first_row(slot) + start, count).unbind(0)
+            return list(zip(views[::2], views[1::2], strict=True)).__getitem__
+        return partial(self.gather, cells_2BMS=self.cells_to_read(tables.rows(slot, start, count).unsqueeze(0)))
+
     def write_rows(self, layer: int, slot: int, start: int, k_TMH: Tensor, v_TMH: Tensor) -> None:
         """Store one request's rows, [T, M, H] or as a batch of one, at positions start, start + 1, ..."""
-        keys, values = self._slots[layer][slot]
         num_rows = k_TMH.shape[-3]
-        keys.narrow(2, start, num_rows).copy_(k_TMH.transpose(-3, -2))
-        values.narrow(2, start, num_rows).copy_(v_TMH.transpose(-3, -2))
+        k_1TMH, v_1TMH = (rows.view(1, num_rows, *rows.shape[-2:]) for rows in (k_TMH, v_TMH))
+        self.writer([slot], [start], num_rows)(layer, k_1TMH, v_1TMH)
 
-    def write_batch(self, layer: int, slots_B: Tensor, positions_BT: Tensor, k_BTMH: Tensor, v_BTMH: Tensor) -> None:
-        """Store rows of several requests at given positions, without reading a tensor on the host."""
-        keys, values = self._layers[layer]
-        slots_B1 = slots_B.unsqueeze(1)
-        keys[slots_B1, :, positions_BT] = k_BTMH
-        values[slots_B1, :, positions_BT] = v_BTMH
+    def context(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
+        """One slot's keys and values in one layer, as `reader` gives them."""
+        return self.reader(slot, length, start)(layer)
 
-    def context(self, layer: int, slot: int, length: int) -> tuple[Tensor, Tensor]:
-        """Views of one slot's first `length` keys and values, each [1, M, length, H]."""
-        keys, values = self._slots[layer][slot]
-        return keys.narrow(2, 0, length), values.narrow(2, 0, length)
+    def cells_to_write(self, rows_BT: Tensor) -> Tensor:
+        """Where keys and values at physical rows lie in any layer, for `write_batch`."""
+        return (rows_BT.reshape(-1, 1) + self._first_of_head).flatten()
 
-    def gather(self, layer: int, slots_B: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Copies of several slots' first `length` keys and values, each [B, M, length, H]."""
-        keys, values = self._layers[layer]
-        return keys[:, :, :length].index_select(0, slots_B), values[:, :, :length].index_select(0, slots_B)
+    def cells_to_read(self, rows_BS: Tensor) -> Tensor:
+        """The same, for `gather`: [2, B, M, S]."""
+        first_2M = self._first_of_head.view(2, 1, self.num_kv_heads, 1)
+        return rows_BS.unsqueeze(1) + first_2M
+
+    def write_batch(self, layer: int, k_BTMH: Tensor, v_BTMH: Tensor, cells: Tensor) -> None:
+        """Store rows of several requests at given cells, without reading a tensor on the host."""
+        rows = torch.cat((k_BTMH, v_BTMH), dim=-2).view(-1, self.head_size)
+        self._flat[layer].index_copy_(0, cells, rows)
+
+    def gather(self, layer: int, cells_2BMS: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of several slots' keys and values, each [B, M, S, H]."""
+        both = self._flat[layer].index_select(0, cells_2BMS.view(-1))
+        keys, values = both.view(*cells_2BMS.shape, self.head_size).unbind(0)
+        return keys, values
 
     def clear_rows(self, slot: int, start: int = 0) -> None:
         """Zero a slot's rows from a position on; needed only after NaN or infinity got into them."""
-        self.planes[:, :, slot, :, start:] = 0
+        rows = self.tables.rows(slot, start, self.tables.capacity(slot) - start)
+        self._as_read.index_fill_(3, rows, 0.0)
+
+    def clear_blocks(self, blocks: Sequence[int]) -> None:
+        """Zero whole blocks; needed only after NaN or infinity got into them."""
+        self._fill(blocks, 0.0)
+
+    def poison_blocks(self, blocks: Sequence[int]) -> None:
+        """Fill blocks that nobody should read with NaN, for whoever looks for a reader."""
+        assert TRASH_BLOCK not in blocks, "block 0 is read in place of what must not be seen"
+        self._fill(blocks, torch.nan)
+
+    def are_finite(self, blocks: Sequence[int]) -> bool:
+        """Whether there is neither NaN nor infinity in blocks; waits for the device."""
+        ids_N = self._ids(blocks)
+        return all(bool(layer.index_select(1, ids_N).isfinite().all()) for layer in self._blocks)
+
+    def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy whole blocks; none is both copied from and copied to."""
+        assert len(source) == len(target), "each block is copied to one"
+        from_N, to_N = self._ids(source), self._ids(target)
+        for layer in self._blocks:  # one at a time: all layers at once would need as much memory again
+            layer.index_copy_(1, to_N, layer.index_select(1, from_N))
+
+    def checksum(self, block: int) -> bytes:
+        """A digest of everything in a block, for debug mode and tests."""
+        raw = self.planes[:, :, :, block].contiguous().view(torch.uint8).cpu().numpy().tobytes()
+        return hashlib.blake2b(raw, digest_size=16).digest()
+
+    def release(self) -> None:
+        """Give the memory back; nothing can be read or written any more."""
+        self.planes = self._as_read = self._as_written = self.planes.new_empty(0)
+        self._blocks = self._flat = ()
+
+    def _fill(self, blocks: Sequence[int], value: float) -> None:
+        self.planes.index_fill_(3, self._ids(blocks), value)
+
+    def _ids(self, blocks: Sequence[int]) -> Tensor:
+        return torch.tensor(blocks, dtype=torch.int64, device=self.planes.device)

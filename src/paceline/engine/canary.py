@@ -1,69 +1,44 @@
 """The canary: drafts that are known to be right must be accepted in full, and served drafts must equal direct ones.
 
-Verification hides every fault of drafting: the text stays right and only acceptance falls. Two checks find them.
+Verification hides every fault of drafting: the text stays right and only acceptance falls. Three checks find them.
 
 * An oracle replays what plain decoding gave. A refusal means that rows, positions, anchors or commits are wrong.
 * What the real drafter drafts while a known text is served is computed once more from the whole text, without any
   cache. A difference means that its context was stale, shifted or incomplete.
+* One prompt is served once more from the prefix cache, to two requests at a time, so that blocks are shared and, on a
+  CPU, copied. The same comparison then says whether a hit brings the draft context back with the target's keys.
 
-T tokens of a text, K draft tokens, M key/value heads, H head size.
+All of it runs on engines of its own, made of the same models and settings but small, in pieces of about a step each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from paceline.checkpoint.contract import AuxHiddenStream, TargetLayerId
 from paceline.engine.cache import KeyValueCache
-from paceline.engine.direct_drafts import direct_sequential_drafts
+from paceline.engine.canary_drafts import DraftComparison, ServedBlock, candidates_of, compare_drafts
+from paceline.engine.canary_report import CanaryReport
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.proposal import Proposer, Rows
 from paceline.engine.request import RequestResult, SamplingParameters
+from paceline.engine.settings import CacheSizes, cache_sizes, context_length
 from paceline.engine.slots import SlotState
 from paceline.models.attends import WholeSequence
-from paceline.models.drafters.block_drafter import BlockDrafter
-from paceline.models.drafters.eagle3 import Eagle3Drafter
-from paceline.models.drafters.proposal import DraftSampling, Proposal
+from paceline.models.drafters.proposal import Proposal
 from paceline.models.loading import LoadedDrafter, LoadedTarget
-from paceline.models.taps import TapCollector
 from paceline.models.targets.dense import DenseTarget
-from paceline.ops.attention import attention
 from paceline.ops.sample_tokens import NO_TOKEN
 
 _PROMPT_LENGTHS = (5, 23, 11)  # three for two slots: ragged, and one slot is used again
 _NUM_TOKENS = 24
-_SAMPLING = SamplingParameters(max_tokens=_NUM_TOKENS, ignore_eos=True)
-_LEAST_EQUAL_SHARE = 0.9  # of served drafts; near-ties may fall either way in 16-bit arithmetic
-
-
-@dataclass(frozen=True)
-class CanaryReport:
-    """What the canary saw.
-
-    Attributes:
-        num_steps: steps of the oracle run.
-        num_drafts: oracle drafts judged.
-        refusals: what was refused, in words; near-ties are not among them.
-        num_near_ties: refusals where the two tokens' logits differ by rounding alone.
-        num_compared: the drafter's own drafts, made from the cache and computed again without; 0 without a drafter.
-        num_equal: of them, equal.
-    """
-
-    num_steps: int
-    num_drafts: int
-    refusals: tuple[str, ...]
-    num_near_ties: int
-    num_compared: int
-    num_equal: int
-
-    @property
-    def has_passed(self) -> bool:
-        """Whether nothing was refused and the drafter was served what it was trained for."""
-        return not self.refusals and self.num_equal >= _LEAST_EQUAL_SHARE * self.num_compared
+_SAMPLING = SamplingParameters(max_tokens=_NUM_TOKENS, ignore_eos=True, logprobs=0)
+_NUM_BLOCKS_HIT = 2  # full blocks of the prompt that is served from the cache
+_NUM_SEQS = 2
 
 
 class ReplayProposer:
@@ -111,18 +86,25 @@ class WatchedProposer:
 
     Args:
         inner: the drafter as served.
-        script_of_slot: as for `ReplayProposer`.
+        request_in_slot: whose a slot is.
+        scripts: prompt and output of each request.
         vocab_size: wrong drafts stay below it.
     """
 
-    def __init__(self, inner: Proposer, script_of_slot: Callable[[int], Sequence[int] | None], vocab_size: int) -> None:
-        self._inner, self._vocab_size = inner, vocab_size
-        self._replay = ReplayProposer(script_of_slot, inner.num_draft_tokens)
+    def __init__(
+        self,
+        inner: Proposer,
+        request_in_slot: Callable[[int], str | None],
+        scripts: Mapping[str, Sequence[int]],
+        vocab_size: int,
+    ) -> None:
+        self._inner, self._request_in_slot, self._vocab_size = inner, request_in_slot, vocab_size
+        self._replay = ReplayProposer(lambda slot: scripts.get(request_in_slot(slot) or ""), inner.num_draft_tokens)
         self.name, self.num_draft_tokens = "watched", inner.num_draft_tokens
         self.num_candidates, self.max_positions = 0, inner.max_positions
         self.target_layer_ids = inner.target_layer_ids
         self.aux_hidden_stream = inner.aux_hidden_stream
-        self.noted: list[tuple[tuple[int, ...], int, list[int]]] = []  # text so far, anchor position, drafts
+        self.noted: list[tuple[str, ServedBlock]] = []  # by request
 
     @property
     def cache(self) -> KeyValueCache | None:
@@ -139,13 +121,14 @@ class WatchedProposer:
 
     def propose(self, rows: Rows, state: SlotState, *, all_greedy: bool, num_drafts: int | None = None) -> Proposal:
         """Note the drafter's own block and give a partly wrong one."""
-        proposal = self._inner.propose(rows, state, all_greedy=all_greedy, num_drafts=num_drafts)
+        # Requests of temperature 0 get the best ids either way; drawing them says how likely the others were, too.
+        proposal = self._inner.propose(rows, state, all_greedy=False, num_drafts=num_drafts)
         drafted: list[list[int]] = proposal.ids_BK.tolist()
         lengths: list[int] = state.lengths[rows.slots_B].tolist()
         ids_BK = self._replay.propose(rows, state, all_greedy=all_greedy, num_drafts=num_drafts).ids_BK
         for index, (slot, length) in enumerate(zip(rows.slots, lengths, strict=True)):
-            script = tuple(self._replay.script_of_slot(slot) or ())
-            self.noted.append((script, length, drafted[index]))
+            served = ServedBlock(length, drafted[index], candidates_of(proposal, index))
+            self.noted.append((self._request_in_slot(slot) or "", served))
             num_right = length % (ids_BK.shape[1] + 1)
             if num_right < ids_BK.shape[1]:
                 ids_BK[index, num_right] = (ids_BK[index, num_right] + 1) % self._vocab_size
@@ -153,193 +136,257 @@ class WatchedProposer:
 
 
 def run_canary(target: LoadedTarget, drafter: LoadedDrafter | None, settings: EngineSettings) -> CanaryReport:
-    """Run both checks on small engines of the same parts.
+    """Run all checks on small engines of the same parts.
 
     Args:
         target: as served.
         drafter: as served; None runs only the oracle.
         settings: of the engine it stands for; slots and context are made small.
     """
-    longest = max(_PROMPT_LENGTHS) + _NUM_TOKENS + 1
-    small = replace(settings, max_num_seqs=2, max_model_len=longest, num_draft_tokens=None)
-    # every block in full, and the drafter's own head: what is checked is what it was trained for
-    small = replace(small, draft_length="fixed", num_drafts_by_batch_size=None, draft_vocab_size="full")
+    pieces = canary_steps(target, drafter, settings)
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as done:
+            report: CanaryReport = done.value
+            return report
+
+
+def canary_steps(
+    target: LoadedTarget, drafter: LoadedDrafter | None, settings: EngineSettings
+) -> Generator[None, None, CanaryReport]:
+    """What `run_canary` does in pieces of about a step each, so that others can work in between.
+
+    Yields:
+        Nothing, after each piece.
+    Returns:
+        The report.
+    """
+    K = settings.num_draft_tokens or (drafter.num_draft_tokens if drafter is not None else 7)
+    long_prompt = _long_prompt(target, settings) if drafter is not None and settings.prefix_cache else None
+    sizes = _PROMPT_LENGTHS if long_prompt is None else (*_PROMPT_LENGTHS, long_prompt)
+    small = _small(settings, max_model_len=max(sizes) + _NUM_TOKENS + 1)
     generator = torch.Generator().manual_seed(20)
-    vocab_size = target.contract.vocab_size
-    prompts = [torch.randint(vocab_size, (size,), generator=generator).tolist() for size in _PROMPT_LENGTHS]
-    plain = Engine(target, None, small).generate(prompts, _SAMPLING)
-    num_draft_tokens = settings.num_draft_tokens or (drafter.num_draft_tokens if drafter is not None else 7)
-
-    def replayed(slot: int) -> Sequence[int] | None:
-        return scripts.get(oracle.request_in_slot(slot))
-
-    oracle = Engine(target, None, small, proposer=ReplayProposer(replayed, num_draft_tokens))
-    scripts = _add_all(oracle, plain)
-    results = _run_all(oracle, scripts)
+    prompts = [_prompt(size, target.contract.vocab_size, generator) for size in sizes]
+    plain = yield from _plain(target, small, prompts)
+    results = yield from _replayed(target, small, plain, K)
     refusals, num_near_ties = [], 0
+    plain_errors: list[float] = []
+    errors: list[float] = []
     for right, result in zip(plain, results, strict=True):
+        plain_errors += _logprob_errors(target.model, right)
+        errors += _logprob_errors(target.model, result)
         refusal, is_near_tie = _first_refusal(target.model, right, result)
         num_near_ties += is_near_tie
         if refusal is not None and not is_near_tie:
             refusals.append(refusal)
-    records = [record for result in results for record in result.trace.records]
-    num_equal, num_compared = 0, 0
+        yield
+    cold, warm, num_hit_tokens = DraftComparison(), DraftComparison(), None
+    origin = {"target": target.contract.origin}
     if drafter is not None:
-        num_equal, num_compared = _watch(target, drafter, replace(small, num_draft_tokens=num_draft_tokens), plain)
+        origin["drafter"] = drafter.contract.origin
+        with_drafts = replace(
+            small, num_draft_tokens=K, prefix_cache=long_prompt is not None, draft_sample_method="probabilistic"
+        )
+        if settings.prefix_cache:
+            with_drafts = replace(with_drafts, num_blocks=_num_blocks(target, with_drafts, K))
+        cold, warm, num_hit_tokens = yield from _watched(target, drafter, with_drafts, plain)
+    records = [record for result in results for record in result.trace.records]
     return CanaryReport(
         num_steps=len(records),
         num_drafts=sum(record.num_draft_tokens for record in records),
         refusals=tuple(refusals),
         num_near_ties=num_near_ties,
-        num_compared=num_compared,
-        num_equal=num_equal,
+        num_compared=cold.num_compared,
+        num_equal=cold.num_equal,
+        num_hit_tokens=num_hit_tokens,
+        num_compared_warm=warm.num_compared,
+        num_equal_warm=warm.num_equal,
+        draft_distance=cold.mean_distance,
+        draft_distance_warm=warm.mean_distance,
+        logprob_error=sum(errors) / len(errors),
+        plain_logprob_error=sum(plain_errors) / len(plain_errors),
+        has_16_bits=target.model.norm.weight.dtype.itemsize < 4,
+        origin=origin,
     )
 
 
-def _watch(
+def _prompt(size: int, vocab_size: int, generator: torch.Generator) -> list[int]:
+    """Random ids whose beginning comes once more: what follows it is in the context, for all who look there."""
+    num_repeated = size // 3
+    ids: list[int] = torch.randint(vocab_size, (size - num_repeated,), generator=generator).tolist()
+    return ids + ids[:num_repeated]
+
+
+def _small(settings: EngineSettings, *, max_model_len: int) -> EngineSettings:
+    """Settings of the canary's engines: two slots, every block in full, and the drafter's own head.
+
+    What is checked is what the drafter was trained for. Nothing is shared with the engine that serves.
+    """
+    return replace(
+        settings,
+        max_num_seqs=_NUM_SEQS,
+        max_model_len=max_model_len,
+        num_draft_tokens=None,
+        draft_length="fixed",
+        num_drafts_by_batch_size=None,
+        draft_vocab_size="full",
+        canary="off",
+        num_blocks=None,
+        prefix_cache=False,
+        max_num_waiting=None,
+        max_itl_ms=None,
+    )
+
+
+def _long_prompt(target: LoadedTarget, settings: EngineSettings) -> int | None:
+    """Tokens of a prompt that fills blocks of the cache and begins one more; None where the target is too short."""
+    size = _NUM_BLOCKS_HIT * _sizes(target, replace(settings, num_blocks=None), 1, 0).block_size + 3
+    limit = context_length(target, replace(settings, max_model_len=None))
+    return size if size + _NUM_TOKENS + 1 <= limit else None
+
+
+def _num_blocks(target: LoadedTarget, settings: EngineSettings, num_draft_tokens: int) -> int:
+    """Room for twice as many contexts as there are slots, so that cached blocks stay and copies have a place."""
+    assert settings.max_model_len is not None, "set by `_small`"
+    sizes = _sizes(target, settings, settings.max_model_len, num_draft_tokens)
+    return 2 * _NUM_SEQS * (sizes.max_blocks + 1) + 1
+
+
+def _sizes(target: LoadedTarget, settings: EngineSettings, max_model_len: int, num_draft_tokens: int) -> CacheSizes:
+    return cache_sizes(
+        settings,
+        max_model_len=max_model_len,
+        num_draft_tokens=num_draft_tokens,
+        spare_positions=num_draft_tokens,
+        device_type=target.model.norm.weight.device.type,
+    )
+
+
+def _plain(
+    target: LoadedTarget, settings: EngineSettings, prompts: Sequence[Sequence[int]]
+) -> Generator[None, None, list[RequestResult]]:
+    engine = Engine(target, None, settings)
+    names = [engine.add_request(prompt, _SAMPLING) for prompt in prompts]
+    return (yield from _finished(engine, names))
+
+
+def _replayed(
+    target: LoadedTarget, settings: EngineSettings, plain: Sequence[RequestResult], num_draft_tokens: int
+) -> Generator[None, None, list[RequestResult]]:
+    """The same requests with the right drafts."""
+
+    def script(slot: int) -> Sequence[int] | None:
+        return scripts.get(oracle.request_in_slot(slot) or "")
+
+    scripts: dict[str, tuple[int, ...]] = {}
+    oracle = Engine(target, None, settings, proposer=ReplayProposer(script, num_draft_tokens))
+    for result in plain:
+        scripts[oracle.add_request(result.prompt_ids, _SAMPLING)] = result.prompt_ids + result.token_ids
+    while oracle.has_unfinished():
+        for delta in oracle.step():
+            if delta.step is not None and delta.step.refused_id is not None:
+                oracle.abort(delta.request_id)  # its text has left the script, or is about to
+        yield
+    results = [oracle.result(name) for name in scripts]
+    oracle.close()
+    return results
+
+
+def _watched(
     target: LoadedTarget, drafter: LoadedDrafter, settings: EngineSettings, plain: Sequence[RequestResult]
-) -> tuple[int, int]:
-    """Serve known texts with a watched drafter; returns how many of its drafts are right, and how many there are."""
+) -> Generator[None, None, tuple[DraftComparison, DraftComparison, int | None]]:
+    """Serve known texts with a watched drafter, and the last of them once more where there is a prefix cache.
+
+    Returns:
+        Its drafts beside direct ones, cold and behind the hit, and the size of the hit.
+    """
     watched: list[WatchedProposer] = []
+    scripts: dict[str, tuple[int, ...]] = {}
 
     def wrap(inner: Proposer) -> Proposer:
-        watched.append(WatchedProposer(inner, lambda slot: scripts.get(engine.request_in_slot(slot)), vocab_size))
+        watched.append(WatchedProposer(inner, engine.request_in_slot, scripts, target.contract.vocab_size))
         return watched[0]
 
-    vocab_size = target.contract.vocab_size
+    def add(result: RequestResult) -> str:
+        name = engine.add_request(result.prompt_ids, _SAMPLING)
+        scripts[name] = result.prompt_ids + result.token_ids
+        return name
+
     engine = Engine(target, drafter, settings)
     engine.wrap_proposer(wrap)
-    scripts = _add_all(engine, plain)
-    _run_all(engine, scripts)
-    num_equal, num_compared = 0, 0
-    for text in dict.fromkeys(scripts.values()):
+    results = yield from _finished(engine, [add(result) for result in plain], closes=False)
+    num_cold = len(results)
+    if settings.prefix_cache:
+        results += yield from _finished(engine, [add(plain[-1]) for _ in range(_NUM_SEQS)], closes=False)
+    engine.close()
+    compared = []
+    for result in results:
+        text = result.prompt_ids + result.token_ids
         # The last step of a request may draft behind the text's end, for nobody.
-        blocks = [(n, drafts) for script, n, drafts in watched[0].noted if script == text and n < len(text)]
-        num_equal += count_equal_drafts(target.model, drafter, text, blocks)
-        num_compared += sum(len(drafts) for _, drafts in blocks)
-    return num_equal, num_compared
+        blocks = [
+            served
+            for request_id, served in watched[0].noted
+            if request_id == result.request_id and served.position < len(text)
+        ]
+        compared.append(compare_drafts(target.model, drafter, text, blocks))
+        yield
+    cold, warm = (sum(some, DraftComparison()) for some in (compared[:num_cold], compared[num_cold:]))
+    return cold, warm, min((result.num_cached_tokens for result in results[num_cold:]), default=None)
 
 
-def _add_all(engine: Engine, plain: Sequence[RequestResult]) -> dict[str | None, tuple[int, ...]]:
-    """Queue finished requests again; returns their texts by name, which a replay needs from the first step on."""
-    return {engine.add_request(result.prompt_ids, _SAMPLING): result.prompt_ids + result.token_ids for result in plain}
-
-
-def _run_all(engine: Engine, scripts: dict[str | None, tuple[int, ...]]) -> list[RequestResult]:
+def _finished(
+    engine: Engine, names: Sequence[str], *, closes: bool = True
+) -> Generator[None, None, list[RequestResult]]:
+    """Run an engine until nothing is left of it to do."""
     while engine.has_unfinished():
         engine.step()
-    return [engine.result(name) for name in scripts if name is not None]
+        yield
+    results = [engine.result(name) for name in names]
+    if closes:
+        engine.close()
+    return results
+
+
+@torch.inference_mode()
+def _logprob_errors(target: DenseTarget, result: RequestResult) -> list[float]:
+    """How far the log-probability of each delivered token is from what one pass over the finished text gives."""
+    assert result.logprobs is not None, "asked for"
+    text = result.prompt_ids + result.token_ids
+    ids_1T = torch.tensor([text], device=target.norm.weight.device)
+    positions_1T = torch.arange(len(text), device=ids_1T.device).unsqueeze(0)
+    first = len(result.prompt_ids)
+    logits_TV = target.logits(target(ids_1T, positions_1T, WholeSequence())[0, first - 1 : -1])
+    log_p_T = logits_TV.float().log_softmax(-1).gather(1, ids_1T[0, first:].unsqueeze(1)).squeeze(1)
+    served_T = torch.tensor([entry.logprob for entry in result.logprobs], device=log_p_T.device)
+    errors: list[float] = (log_p_T - served_T).abs().tolist()
+    return errors
 
 
 def _first_refusal(target: DenseTarget, right: RequestResult, result: RequestResult) -> tuple[str | None, bool]:
     """The first place where a replay left the plain text, and whether rounding alone explains it."""
+    pairs = enumerate(zip(result.token_ids, right.token_ids, strict=False))  # a replay ends at its first refusal
+    index = next((index for index, (found, wanted) in pairs if found != wanted), None)
     for record in result.trace.records:
-        refused = record.refused_id
-        if refused is not None:
-            position = record.anchor_position + record.num_verified_accepted
-            chosen = record.bonus_id if record.bonus_id is not None else refused
-            text = (
-                f"draft {record.num_verified_accepted} of step {record.step_index} was {refused}, the plain text; "
-                f"the block's pass preferred {chosen}"
-            )
-            known = (right.prompt_ids + right.token_ids)[: position + 1]
-            # A draft that is refused and then chosen all the same was never compared; rounding has no part in that.
-            return text, refused != chosen and _is_near_tie(target, known, refused, chosen)
-    if result.token_ids != right.token_ids:
-        index = next(
-            i for i, pair in enumerate(zip(result.token_ids, right.token_ids, strict=True)) if pair[0] != pair[1]
-        )
-        known = right.prompt_ids + right.token_ids[:index]
-        text = f"token {index} is {result.token_ids[index]}; plain decoding gave {right.token_ids[index]}"
-        return text, _is_near_tie(target, known, result.token_ids[index], right.token_ids[index])
-    return None, False
+        position = record.anchor_position + record.num_verified_accepted + 1 - len(right.prompt_ids)
+        if record.refused_id is not None and (index is None or position < index):
+            # Refused, and then chosen all the same: the two were never compared, and rounding has no part in that.
+            draft = f"draft {record.num_verified_accepted} of step {record.step_index}"
+            return f"{draft} was {record.refused_id}, the plain text, and was refused all the same", False
+    if index is None:
+        return None, False
+    found, wanted = result.token_ids[index], right.token_ids[index]
+    known = right.prompt_ids + right.token_ids[:index]
+    return f"token {index} is {found}; plain decoding gave {wanted}", _is_near_tie(target, known, found, wanted)
 
 
 @torch.inference_mode()
 def _is_near_tie(target: DenseTarget, token_ids: Sequence[int], one: int, other: int) -> bool:
-    """Whether two tokens score the same after a text, up to two units of the logits' last place."""
+    """Whether two tokens score the same after a text, up to a few units of the logits' last place."""
     ids_1T = torch.tensor([token_ids], device=target.norm.weight.device)
     positions_1T = torch.arange(ids_1T.shape[1], device=ids_1T.device).unsqueeze(0)
     logits = target.logits(target(ids_1T, positions_1T, WholeSequence())[:, -1:]).flatten()
     pair = logits[[one, other]].float()
+    num_units = 4 if logits.dtype.itemsize < 4 else 2  # in 16 bits every layer has rounded states, too
     unit = max(torch.finfo(logits.dtype).eps, 1e-5) * float(pair.abs().max())
-    return bool((pair[0] - pair[1]).abs() <= 2 * unit)
-
-
-@dataclass(frozen=True)
-class _DirectBlock:
-    """Attention of one block over given context keys and values, per layer [T, M, H]."""
-
-    context: Sequence[tuple[Tensor, Tensor]]
-    windows: Sequence[int | None]
-    causal: Sequence[bool]
-
-    def __call__(
-        self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor, *, sink_N: Tensor | None = None
-    ) -> Tensor:
-        context_k, context_v = self.context[layer]
-        k = torch.cat((context_k, k_BTMH[0])).transpose(0, 1)
-        v = torch.cat((context_v, v_BTMH[0])).transpose(0, 1)
-        key_S = torch.arange(k.shape[1], device=k.device)
-        distance = key_S[context_k.shape[0] :, None] - key_S
-        window = self.windows[layer]
-        visible = (distance >= 0) if self.causal[layer] else torch.ones_like(distance, dtype=torch.bool)
-        if window is not None:
-            visible = visible & (distance.abs() < window)
-        mixed = attention(q_BTNH.transpose(1, 2), k[None], v[None], visible=visible, sink_N=sink_N)
-        return mixed.transpose(1, 2)
-
-
-@torch.inference_mode()
-def count_equal_drafts(
-    target: DenseTarget, drafter: LoadedDrafter, text: Sequence[int], blocks: Sequence[tuple[int, Sequence[int]]]
-) -> int:
-    """Compute greedy drafts once more, from a whole text, without cache or chunks.
-
-    Args:
-        target: as served.
-        drafter: as served.
-        text: prompt and output.
-        blocks: anchor position and drafts of each block; drafts of -1 are not compared.
-    Returns:
-        How many drafts come out the same.
-    """
-    model = drafter.model
-    text_1T = torch.tensor([text], device=target.norm.weight.device)
-    positions_T = torch.arange(len(text), device=text_1T.device)
-    collector = TapCollector.of_layers(drafter.contract.target_layer_ids, drafter.contract.aux_hidden_stream)
-    target(text_1T, positions_T.unsqueeze(0), WholeSequence(), collector)
-    taps = collector.collected()
-    num_equal = 0
-    if isinstance(model, Eagle3Drafter):
-        features_1TD = model.features(taps)
-        for n, drafts in blocks:
-            ids = direct_sequential_drafts(target, model, text_1T, features_1TD, n, len(drafts))
-            num_equal += sum(a == b for a, b in zip(ids, drafts, strict=True))
-        return num_equal
-    context = model.backbone.context_kv(model.backbone.context_features(taps)[0], positions_T)
-    for n, drafts in blocks:
-        before = [(k[:n], v[:n]) for k, v in context]
-        ids = _direct_block_drafts(target, model, text_1T[:, n], n, before, len(drafts))
-        num_equal += sum(a == b for a, b in zip(ids, drafts, strict=True))
-    return num_equal
-
-
-def _direct_block_drafts(
-    target: DenseTarget,
-    model: BlockDrafter,
-    anchors_1: Tensor,
-    position: int,
-    context: Sequence[tuple[Tensor, Tensor]],
-    num_drafts: int,
-) -> list[int]:
-    """Greedy drafts of one block over given context keys and values."""
-    block_ids = model.block_ids(anchors_1, num_drafts)
-    embeddings = model.embed(block_ids, target).to(model.backbone.fc.weight.dtype)
-    positions_1Q = position + torch.arange(block_ids.shape[1], device=anchors_1.device).unsqueeze(0)
-    attend = _DirectBlock(context, model.contract.layer_windows, model.contract.layer_causal)
-    hidden = model.predicted_rows(model.backbone(embeddings, positions_1Q, attend)).to(target.norm.weight.dtype)
-    nobody = torch.zeros_like(anchors_1)
-    greedy = DraftSampling("greedy", nobody.float(), nobody, nobody, nobody)
-    ids: list[int] = model.propose(hidden, model.logits(hidden, target), anchors_1, greedy).ids_BK[0].tolist()
-    return ids
+    return bool((pair[0] - pair[1]).abs() <= num_units * unit)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
+from paceline.engine.alarm import AlarmState
+from paceline.engine.block_stats import BlockStats
 from paceline.engine.draft_planner import DraftPlanner
 from paceline.models.drafters.short_list import ShortList
 from paceline.models.layers import LinearMode
@@ -12,8 +16,35 @@ from paceline.trace.step import StepRecord
 
 
 @dataclass(frozen=True)
-class EngineStats:
-    """A snapshot of an engine's counters since it was made.
+class ComponentStats:
+    """What an engine consists of: where its memory goes, and what carries it out.
+
+    Attributes:
+        target_weight_bytes: parameters of the target.
+        drafter_weight_bytes: parameters of the drafter, tables that it shares with the target left out.
+        target_cache_bytes: the target's keys and values, of all blocks.
+        drafter_cache_bytes: the drafter's context, of all blocks.
+        token_rules_bytes: what rules on tokens need; 0 before the first request with any.
+        linear_mode: arithmetic of the linears.
+        attention: form of attention: "row_invariant", "per_request" or "batched".
+        implementations: "reference" or "triton", for each operation that has run in this process, by name and device.
+        method: "plain", or how drafts are made.
+    """
+
+    target_weight_bytes: int
+    drafter_weight_bytes: int
+    target_cache_bytes: int
+    drafter_cache_bytes: int
+    token_rules_bytes: int
+    linear_mode: LinearMode
+    attention: str
+    implementations: Mapping[str, str]
+    method: str
+
+
+@dataclass(frozen=True)
+class EngineStats(BlockStats, ComponentStats):
+    """A snapshot of an engine's counters since it was made, beside its blocks and its components.
 
     Attributes:
         num_steps: decode steps of the batch.
@@ -36,17 +67,10 @@ class EngineStats:
         num_switched_off: how often "adaptive" mode stopped drafting.
         num_probes: blocks that it drafted while off, to find out whether drafting pays again.
         num_held_back: drafts that were drawn but not judged, because too little was expected of them.
-        num_running: requests in slots.
-        num_waiting: requests without a slot.
-        num_free_slots: slots without a request.
-        target_cache_bytes: memory of the target's keys and values.
-        drafter_cache_bytes: memory of the drafter's context.
-        token_rules_bytes: memory of what rules on tokens need; 0 before the first request with any.
-        linear_mode: arithmetic of the linears.
-        method: "plain", or how drafts are made.
         mean_step_ms: wall time per decode step; 0 before the first.
         num_listed_ids: ids of the short list that drafts are chosen from; None where it is all that the drafter can.
         listed_share: share of the counted tokens that the list covers.
+        alarm: whether drafting earns too little, see `alarm.py`.
     """
 
     num_steps: int
@@ -68,17 +92,10 @@ class EngineStats:
     num_switched_off: int
     num_probes: int
     num_held_back: int
-    num_running: int
-    num_waiting: int
-    num_free_slots: int
-    target_cache_bytes: int
-    drafter_cache_bytes: int
-    token_rules_bytes: int
-    linear_mode: LinearMode
-    method: str
     mean_step_ms: float
     num_listed_ids: int | None = None
     listed_share: float | None = None
+    alarm: AlarmState = field(default_factory=AlarmState)
 
 
 class Counters:
@@ -112,20 +129,16 @@ class Counters:
     def snapshot(
         self,
         planner: DraftPlanner,
+        blocks: BlockStats,
+        components: ComponentStats,
         *,
-        num_running: int,
-        num_waiting: int,
-        num_free_slots: int,
-        target_cache_bytes: int,
-        drafter_cache_bytes: int,
-        token_rules_bytes: int,
-        linear_mode: LinearMode,
-        method: str,
         short_list: ShortList | None = None,
     ) -> EngineStats:
-        """Put the totals beside what the engine knows of the moment; arguments as in `EngineStats`."""
+        """Put the totals beside what the engine knows of the moment."""
         controller = planner.controller
         return EngineStats(
+            **_values(blocks),
+            **_values(components),
             num_steps=self.num_steps,
             num_request_steps=self.num_request_steps,
             num_draft_tokens=sum(depth * count for depth, count in enumerate(self._drafted)),
@@ -145,18 +158,15 @@ class Counters:
             num_switched_off=controller.num_switched_off if controller is not None else 0,
             num_probes=controller.num_probes if controller is not None else 0,
             num_held_back=self.num_held_back,
-            num_running=num_running,
-            num_waiting=num_waiting,
-            num_free_slots=num_free_slots,
-            target_cache_bytes=target_cache_bytes,
-            drafter_cache_bytes=drafter_cache_bytes,
-            token_rules_bytes=token_rules_bytes,
-            linear_mode=linear_mode,
-            method=method,
             mean_step_ms=self.total_step_ms / max(1, self.num_steps),
             num_listed_ids=None if short_list is None else len(short_list.ids_V),
             listed_share=None if short_list is None else short_list.coverage,
+            alarm=planner.alarm.state,
         )
+
+
+def _values(part: BlockStats | ComponentStats) -> dict[str, Any]:
+    return {entry.name: getattr(part, entry.name) for entry in fields(part)}
 
 
 def _reaching(num_steps: list[int]) -> list[int]:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.models.drafters.draw import draw_rows, join_rows
 from paceline.models.drafters.eagle3 import Eagle3Drafter
+from paceline.models.drafters.proposal import DraftSampling, Proposal
 from paceline.models.targets.dense import DenseTarget
 from paceline.ops.attention import attention
 
@@ -36,10 +38,19 @@ class CausalWindows:
         return attention(q, k, v, visible=visible, sink_N=sink_N).transpose(1, 2)
 
 
-@torch.inference_mode()
 def direct_sequential_drafts(
     target: DenseTarget, drafter: Eagle3Drafter, text_1T: Tensor, features_1TD: Tensor, anchor: int, num_drafts: int
 ) -> list[int]:
+    """The ids of `direct_sequential_proposal`, which has the same arguments."""
+    proposal = direct_sequential_proposal(target, drafter, text_1T, features_1TD, anchor, num_drafts)
+    drafts: list[int] = proposal.ids_BK[0].tolist()
+    return drafts
+
+
+@torch.inference_mode()
+def direct_sequential_proposal(
+    target: DenseTarget, drafter: Eagle3Drafter, text_1T: Tensor, features_1TD: Tensor, anchor: int, num_drafts: int
+) -> Proposal:
     """Draft behind an anchor with the whole text in view; every draft runs all rows again.
 
     Args:
@@ -49,15 +60,24 @@ def direct_sequential_drafts(
         features_1TD: `drafter.features` of the text, at least as far as the position before the anchor.
         anchor: its position; at least 1.
         num_drafts: how many tokens to draft.
+    Returns:
+        Greedy drafts, with the best candidates of each position and their log-probabilities.
     """
     attend = CausalWindows(drafter.contract.layer_windows)
     following_1T, hidden_1TD = text_1T[:, 1 : anchor + 1], features_1TD[:, :anchor]
-    for _ in range(num_drafts):
+    greedy = greedy_with_candidates(text_1T[:, 0])
+    rows = []
+    for index in range(num_drafts):
         positions_1T = torch.arange(following_1T.shape[1], device=text_1T.device).unsqueeze(0)
         out_1TD, recycled_1TD = drafter(drafter.embed(following_1T, target), hidden_1TD, positions_1T, attend)
-        logits_1V = drafter.logits(out_1TD[:, -1].to(target.norm.weight.dtype), target)
-        drafted_11 = drafter.vocabulary.to_target_ids(logits_1V.argmax(dim=-1, keepdim=True))
-        following_1T = torch.cat((following_1T, drafted_11), dim=1)
+        logits_11V = drafter.logits(out_1TD[:, -1:].to(target.norm.weight.dtype), target)
+        rows.append(draw_rows(logits_11V, greedy, drafter.vocabulary, first=index))
+        following_1T = torch.cat((following_1T, rows[-1].ids_BK), dim=1)
         hidden_1TD = torch.cat((hidden_1TD, recycled_1TD[:, -1:]), dim=1)
-    drafts: list[int] = following_1T[0, anchor:].tolist()
-    return drafts
+    return join_rows(rows) if rows else Proposal(text_1T[:, :0])
+
+
+def greedy_with_candidates(anchors_B: Tensor) -> DraftSampling:
+    """Draws the best ids as greedy drafting does, and keeps what else was likely."""
+    nothing_B = torch.zeros_like(anchors_B)
+    return DraftSampling("probabilistic", nothing_B.float(), nothing_B, nothing_B, nothing_B)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from paceline.engine.acceptance_watch import AcceptanceWatch
+from paceline.engine.alarm import AcceptanceAlarm
 from paceline.engine.draft_budget import DraftSchedule
 from paceline.engine.draft_length import Costs, DraftLengthController, DraftLengthMode
 from paceline.engine.draft_stopper import DraftPlan
@@ -19,16 +19,25 @@ class DraftPlanner:
         num_draft_tokens: K.
         schedule: a limit by the number of requests; None for none.
         measure: measures step costs; called once, by `prepare` or for the first request in "adaptive" mode.
+        calibrated_first_position: see `AcceptanceAlarm`.
 
     Attributes:
         num_draft_tokens: K.
         controller: chooses for requests in "adaptive" mode; None before the first of them.
+        alarm: says when drafting earns too little.
     """
 
-    def __init__(self, num_draft_tokens: int, *, schedule: DraftSchedule | None, measure: Callable[[], Costs]) -> None:
+    def __init__(
+        self,
+        num_draft_tokens: int,
+        *,
+        schedule: DraftSchedule | None,
+        measure: Callable[[], Costs],
+        calibrated_first_position: float | None = None,
+    ) -> None:
         self.num_draft_tokens = num_draft_tokens
         self._schedule, self._measure = schedule, measure
-        self._watch = AcceptanceWatch()
+        self.alarm = AcceptanceAlarm(calibrated_first_position)
         self._num_blocks = 0
         self.controller: DraftLengthController | None = None
 
@@ -76,7 +85,15 @@ class DraftPlanner:
             teaches=tuple(teaches),
         )
 
-    def observe(self, mode: DraftLengthMode, *, num_drawn: int, num_judged: int, num_accepted: int) -> None:
+    def observe(
+        self,
+        mode: DraftLengthMode,
+        *,
+        num_drawn: int,
+        num_judged: int,
+        num_accepted: int,
+        is_plain_greedy: bool = False,
+    ) -> None:
         """Take in one block of one request.
 
         Args:
@@ -84,7 +101,8 @@ class DraftPlanner:
             num_drawn: planned for this block.
             num_judged: of them, verified.
             num_accepted: of them, kept by verification.
+            is_plain_greedy: see `AcceptanceAlarm.observe`.
         """
-        self._watch.observe(num_judged, num_accepted)
+        self.alarm.observe(num_judged, num_accepted, is_plain_greedy=is_plain_greedy)
         if mode == "adaptive" and self.controller is not None:
             self.controller.observe(num_drawn, num_accepted)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from paceline.engine.admission import token_limits
 from paceline.engine.output import RequestOutput
-from paceline.engine.request import SamplingParameters, check_prompt
+from paceline.engine.request import QueueOptions, SamplingParameters, check_prompt
 from paceline.engine.running import RunningRequest
 from paceline.engine.sampling_flags import SamplingFlags
 from paceline.models.loading import LoadedTarget
@@ -39,6 +39,7 @@ class Intake:
         sampling: SamplingParameters,
         *,
         draft_method: str,
+        options: QueueOptions,
         sample_index: int = 0,
     ) -> RunningRequest:
         """Check a request.
@@ -48,6 +49,7 @@ class Intake:
             prompt_ids: its prompt.
             sampling: one sample's.
             draft_method: how drafts are made, for the trace.
+            options: how it is queued.
             sample_index: which of the prompt's samples it is.
 
         Raises:
@@ -76,6 +78,9 @@ class Intake:
             grammar=self.start_grammar(sampling),
             sample_index=sample_index,
             verify_method=self._verify_method,
+            priority=options.priority,
+            timeout_s=options.timeout_s,
+            cache_salt=options.cache_salt,
         )
 
     def start_grammar(self, sampling: SamplingParameters) -> GrammarState | None:

@@ -1,4 +1,4 @@
-"""From a loaded drafter to what drafts in an engine, with a cache of the engine's size."""
+"""From a loaded drafter to what drafts in an engine, with a cache over the engine's blocks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from torch import Tensor
 
 from paceline.checkpoint.contract import DraftSampleMethod
 from paceline.engine.attends import AttentionChoice
+from paceline.engine.block_tables import BlockTables
 from paceline.engine.cache import KeyValueCache
 from paceline.engine.proposal import BlockProposer, Proposer
 from paceline.engine.sequential_proposal import SequentialProposer, spare_positions
@@ -23,7 +24,7 @@ def make_proposer(
     settings: EngineSettings,
     *,
     num_draft_tokens: int,
-    capacity: int,
+    tables: BlockTables,
     short_list: ShortList | None = None,
 ) -> Proposer:
     """Prepare a drafter for serving.
@@ -32,9 +33,9 @@ def make_proposer(
         target: lends embedding and head.
         drafter: of any family.
         choice: form of attention.
-        settings: number of slots, how drafts are drawn and judged.
+        settings: how drafts are drawn and judged.
         num_draft_tokens: K.
-        capacity: positions of a slot in the target's cache.
+        tables: those of the target's cache; slots have `spare_positions_of` the drafter more than the target writes.
         short_list: the ids to draft; None is all that the drafter can.
     """
     model, contract = drafter.model, drafter.contract
@@ -45,13 +46,12 @@ def make_proposer(
     own: DraftSampleMethod = "probabilistic" if is_coupled else contract.draft_sample_method
     method = settings.draft_sample_method or own
 
-    def cache(shape: tuple[int, int], capacity: int, weight: Tensor) -> KeyValueCache:
+    def cache(shape: tuple[int, int], weight: Tensor) -> KeyValueCache:
         num_kv_heads, head_size = shape
         return KeyValueCache(
+            tables,
             num_layers=contract.num_layers,
-            num_slots=settings.max_num_seqs,
             num_kv_heads=num_kv_heads,
-            capacity=capacity,
             head_size=head_size,
             dtype=weight.dtype,
             device=weight.device,
@@ -61,7 +61,7 @@ def make_proposer(
         return SequentialProposer(
             target.model,
             model,
-            cache(model.cache_shape, capacity + spare_positions(num_draft_tokens), model.fc.weight),
+            cache(model.cache_shape, model.fc.weight),
             choice,
             num_draft_tokens=num_draft_tokens,
             method=method,
@@ -70,12 +70,18 @@ def make_proposer(
     return BlockProposer(
         target.model,
         model,
-        cache(model.backbone.cache_shape, capacity, model.backbone.fc.weight),
+        cache(model.backbone.cache_shape, model.backbone.fc.weight),
         choice,
         num_draft_tokens=num_draft_tokens,
         method=method,
         is_coupled=is_coupled,
     )
+
+
+def spare_positions_of(drafter: LoadedDrafter | None, num_draft_tokens: int) -> int:
+    """Positions that a slot needs beyond those of the target's rows, as some drafters go on behind a block."""
+    goes_on = drafter is not None and isinstance(drafter.model, Eagle3Drafter)
+    return spare_positions(num_draft_tokens) if goes_on else 0
 
 
 def refuse_another_target(target: LoadedTarget, drafter: LoadedDrafter | None) -> None:

@@ -1,5 +1,9 @@
 """The prompt pass: chunk by chunk through the target, context keys for every chunk, then the first token and block.
 
+A request that stepped back is resumed the same way: its text up to the anchor is run, as far as it is not cached, but
+nothing is judged, since every token is known. Its first block is drafted with its own step counter, so it is the block
+that it would have had.
+
 B = 1 request, C rows of a chunk, V vocabulary, W mask words.
 """
 
@@ -16,8 +20,8 @@ from paceline.engine.cache import KeyValueCache
 from paceline.engine.draft_stopper import DraftPlan, DraftStopper
 from paceline.engine.proposal import Proposer, Rows
 from paceline.engine.slots import SamplingFlags, SlotState
-from paceline.engine.step import HostStep, StepOutput, draft_next, run_rows
-from paceline.engine.verifier import judge
+from paceline.engine.step import StepOutput, draft_next, run_rows
+from paceline.engine.verifier import JudgedBlock, judge
 from paceline.models.drafters.proposal import Proposal
 from paceline.models.targets.dense import DenseTarget
 from paceline.ops.acceptance import VerifyMethod
@@ -31,13 +35,15 @@ class PrefillChunk:
         slot: the request's.
         token_ids: of this chunk.
         start: position of the first.
-        next_id: the prompt token after this chunk; None where the prompt ends, so that the chunk's last row gives the
-            first new token.
+        next_id: the token after this chunk; None where the prompt ends, so that the chunk's last row gives the first
+            new token.
         flags: the request's sampling settings.
         plan: the first block, drafted behind the last chunk; None drafts nothing.
         stopper: as for a decode step.
         verify_method: of the engine; without drafts all of them draw alike.
         grammar_mask_BLW: int32 [1, 1, W], what the first token may be; None without a grammar.
+        resumed_step: on the last chunk of a resumed request its step counter; `next_id` is then its anchor.
+        context_start: positions below hold no draft context.
     """
 
     slot: int
@@ -49,6 +55,8 @@ class PrefillChunk:
     stopper: DraftStopper | None = None
     verify_method: VerifyMethod = "standard"
     grammar_mask_BLW: Tensor | None = None
+    resumed_step: int | None = None
+    context_start: int = 0
 
 
 def prefill_chunk(
@@ -58,53 +66,65 @@ def prefill_chunk(
     state: SlotState,
     choice: AttentionChoice,
     chunk: PrefillChunk,
-) -> HostStep | None:
+) -> StepOutput | None:
     """Run one chunk; running it twice does no harm, but for histories that rules read: restore them before.
 
     Args:
         target: the model that decides.
         proposer: receives the taps of every row; None without a drafter, or when this request cannot be drafted for.
         cache: the target's.
-        state: committed to on the last chunk: n becomes the prompt's length and the new token the anchor.
+        state: committed to on the last chunk: n becomes the text's length, and the new or known token the anchor.
         choice: form of attention.
         chunk: which rows.
 
     Returns:
-        The first new token after the last chunk, as a step without drafts; None before the last chunk.
+        After the last chunk the first new token, as a step without drafts, or a step without even that where a request
+        is resumed; None before the last chunk.
     """
     plan = None if chunk.plan is None else chunk.plan.on(state.device)
     slots_B = torch.tensor([chunk.slot], device=state.device)
     starts_B = torch.tensor([chunk.start], device=state.device)
-    rows = Rows([chunk.slot], slots_B, [chunk.start], starts_B, len(chunk.token_ids))
+    rows = Rows(
+        [chunk.slot],
+        slots_B,
+        [chunk.start],
+        starts_B,
+        len(chunk.token_ids),
+        [chunk.context_start] if chunk.context_start else None,
+        torch.tensor([chunk.context_start], device=state.device) if chunk.context_start else None,
+    )
     token_ids_BC = torch.tensor([chunk.token_ids], device=state.device)
     hidden_BCD = run_rows(target, proposer, cache, choice, rows, token_ids_BC)
     length = chunk.start + len(chunk.token_ids)
     ends_B = torch.full_like(starts_B, length)
-    if chunk.next_id is not None:
-        if proposer is not None:
-            # What the target would say here is of no interest: the prompt goes on as it does.
-            proposer.settle(rows, token_ids_BC, ends_B, torch.full_like(starts_B, chunk.next_id))
-        return None
     no_drafts = Proposal(slots_B.new_empty(1, 0))
-    logits_B1V = target.logits(hidden_BCD[:, -1:])
-    judged = judge(
-        logits_B1V,
-        no_drafts,
-        state,
-        slots_B,
-        ends_B - 1,
-        chunk.flags,
-        method=chunk.verify_method,
-        grammar_mask_BLW=chunk.grammar_mask_BLW,
-    )
-    first_ids_B = judged.verified.bonus_ids_B
-    state.lengths[slots_B] = length
-    state.anchors[slots_B] = first_ids_B
-    state.tokens.extend(slots_B, judged.tokens_BL, chunk.flags)
+    judged: JudgedBlock | None = None
+    if chunk.next_id is None:
+        judged = judge(
+            target.logits(hidden_BCD[:, -1:]),
+            no_drafts,
+            state,
+            slots_B,
+            ends_B - 1,
+            chunk.flags,
+            method=chunk.verify_method,
+            grammar_mask_BLW=chunk.grammar_mask_BLW,
+        )
+        next_ids_B = judged.verified.bonus_ids_B
+        state.lengths[slots_B] = length
+        state.anchors[slots_B] = next_ids_B
+        state.tokens.extend(slots_B, judged.tokens_BL, chunk.flags)
+    else:  # what the target would say here is of no interest: the text goes on as it does
+        next_ids_B = torch.full_like(starts_B, chunk.next_id)
+        if chunk.resumed_step is not None:
+            state.restore(chunk.slot, length=length, anchor=chunk.next_id, step=chunk.resumed_step)
     if proposer is not None:
-        proposer.settle(rows, token_ids_BC, ends_B, first_ids_B)
+        proposer.settle(rows, token_ids_BC, ends_B, next_ids_B)
+    if judged is None and chunk.resumed_step is None:
+        return None
     num_waiting_B = torch.zeros_like(starts_B)
     if proposer is not None and plan is not None and plan.most > 0:
         num_waiting_B = draft_next(proposer, state, rows, plan, chunk.stopper, chunk.flags)
-    (first,) = StepOutput.of(judged, no_drafts.ids_BK, num_waiting_B).to_host()
-    return first
+    if judged is None:
+        return StepOutput.resumed(num_waiting_B)
+    return StepOutput.of(judged, no_drafts.ids_BK, num_waiting_B)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from paceline.checkpoint.contract import AuxHiddenStream, DraftSampleMethod, TargetLayerId
 from paceline.engine.attends import AttentionChoice, attend_block
-from paceline.engine.cache import KeyValueCache
+from paceline.engine.cache import KeyValueCache, Write
 from paceline.engine.slots import SlotState
 from paceline.models.drafters.block_drafter import BlockDrafter
 from paceline.models.drafters.proposal import DraftSampling, Proposal
@@ -32,6 +33,9 @@ class Rows:
         starts: position of each request's first row.
         starts_B: the same, int64.
         num_rows: T, rows per request.
+        context_starts: positions below hold no draft context, as after a prefix hit that lacks it; None is 0 for all.
+            The target knows nothing of it.
+        context_starts_B: the same, int64.
     """
 
     slots: Sequence[int]
@@ -39,6 +43,8 @@ class Rows:
     starts: Sequence[int]
     starts_B: Tensor
     num_rows: int
+    context_starts: Sequence[int] | None = None
+    context_starts_B: Tensor | None = None
 
 
 class Proposer(Protocol):
@@ -105,7 +111,7 @@ class BlockProposer:
     Args:
         target: lends embedding and head.
         drafter: prepared for serving.
-        cache: the drafter's planes, addressed by the same slots as the target's.
+        cache: the drafter's planes, addressed by the same tables as the target's.
         choice: form of attention.
         num_draft_tokens: K; fewer than trained drops mask rows from the block's end.
         method: how drafts are drawn from the drafter's logits.
@@ -144,18 +150,19 @@ class BlockProposer:
         """Project taps to keys and values of every drafter layer and store them beside the target's."""
         backbone = self._drafter.backbone
         features_BTD = backbone.context_features(taps)
-        if self._choice.is_batched and backbone.is_stacked:
-            backbone.write_context(features_BTD, rows.slots_B, positions_BT, self._cache.planes)
+        cache = self._cache
+        rows_BT = cache.tables.rows_of(rows.slots_B, positions_BT) if self._choice.is_batched else None
+        if rows_BT is not None and backbone.is_stacked:
+            backbone.write_context(features_BTD, rows_BT, positions_BT, cache.planes)
             return
+        if rows_BT is not None:
+            write: Write = partial(cache.write_batch, cells=cache.cells_to_write(rows_BT))
+        else:
+            write = cache.writer(rows.slots, rows.starts, rows.num_rows)
         # A request beyond the drafter's positions drafts no more; its rows are written only to keep the batch uniform.
         turned_as_BT = positions_BT.clamp(max=self.max_positions - 1)
-        pairs = backbone.context_kv(features_BTD, turned_as_BT)
-        for layer, (k_BTMH, v_BTMH) in enumerate(pairs):
-            if self._choice.is_batched:
-                self._cache.write_batch(layer, rows.slots_B, positions_BT, k_BTMH, v_BTMH)
-            else:
-                for index, (slot, start) in enumerate(zip(rows.slots, rows.starts, strict=True)):
-                    self._cache.write_rows(layer, slot, start, k_BTMH[index], v_BTMH[index])
+        for layer, (k_BTMH, v_BTMH) in enumerate(backbone.context_kv(features_BTD, turned_as_BT)):
+            write(layer, k_BTMH, v_BTMH)
 
     def settle(self, rows: Rows, token_ids_BT: Tensor, ends_B: Tensor, next_ids_B: Tensor) -> None:
         """Context keys depend on taps alone, so they are final as written."""
@@ -198,6 +205,8 @@ class BlockProposer:
             num_rows=block_ids_BQ.shape[1],
             windows=contract.layer_windows,
             causal=contract.layer_causal,
+            context_starts=rows.context_starts,
+            context_starts_B=rows.context_starts_B,
         )
         hidden: Tensor = backbone(embeddings_BQD, positions_BQ.clamp(max=self.max_positions - 1), attend)
         return hidden

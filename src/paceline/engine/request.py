@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -14,9 +15,49 @@ from paceline.trace.step import RequestTrace, StepRecord
 if TYPE_CHECKING:
     from paceline.ops.verify_block import VerifyMethod
 
-__all__ = ["FinishReason", "RequestDelta", "RequestResult", "SamplingParameters", "TokenLogprobs", "check_prompt"]
+__all__ = [
+    "FinishReason",
+    "QueueOptions",
+    "RequestDelta",
+    "RequestResult",
+    "SamplingParameters",
+    "TokenLogprobs",
+    "check_prompt",
+]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True)
+class QueueOptions:
+    """How a request is queued; checked on construction.
+
+    Attributes:
+        priority: lower ones are served first, and step back last.
+        timeout_s: seconds from now on after which it ends, wherever it stands; None for never.
+        cache_salt: it shares cached text with requests of the same salt alone, so that nobody learns from timing what
+            others wrote; None shares with all that have none.
+
+    Raises:
+        RequestError: a value is impossible; the message names it.
+    """
+
+    priority: int = 0
+    timeout_s: float | None = None
+    cache_salt: str | None = None
+
+    def __post_init__(self) -> None:
+        priority: object = self.priority
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise RequestError(f"priority is {shown(priority)}; it has to be an integer")
+        timeout_s: object = self.timeout_s
+        if timeout_s is not None:
+            is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+            if not is_number or not 0 < float(str(timeout_s)) < math.inf:
+                raise RequestError(f"timeout_s is {shown(timeout_s)}; it has to be a positive number of seconds")
+        salt: object = self.cache_salt
+        if salt is not None and not isinstance(salt, str):
+            raise RequestError(f"cache_salt is {shown(salt)}; it has to be a text")
 
 
 @dataclass(frozen=True)
@@ -72,10 +113,13 @@ class RequestResult:
         trace: every step.
         logprobs: one entry per token of `token_ids`; None if none were asked for.
         error: for the reason "error", what happened: NaN or infinity in logits, rules that left no token, or no room
-            for what its rules need.
+            for what its rules need. For "abort", that its time was up; None where the caller ended it.
         sample_index: which of the prompt's n samples this is.
         verify_method: how drafts were judged.
         is_lossless: whether that method leaves the target's distribution untouched.
+        num_cached_tokens: prompt tokens whose keys were there already when it was first admitted.
+        num_preemptions: how often it stepped back for others and was resumed.
+        context_start: positions below it had no draft context at some admission; 0 where all of it was there.
     """
 
     request_id: str
@@ -90,6 +134,9 @@ class RequestResult:
     sample_index: int = 0
     verify_method: VerifyMethod = "standard"
     is_lossless: bool = True
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    context_start: int = 0
 
 
 def check_prompt(prompt_ids: Sequence[int], *, vocab_size: int, max_model_len: int) -> tuple[int, ...]:

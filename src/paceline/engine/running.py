@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from paceline.engine.admission import TokenLimits
 from paceline.engine.draft_length import DraftLengthMode
+from paceline.engine.held_blocks import HeldBlocks
 from paceline.engine.output import Extension, RequestOutput
 from paceline.engine.request import FinishReason, RequestDelta, RequestResult, SamplingParameters, TokenLogprobs
 from paceline.engine.sampling_flags import SamplingFlags
@@ -39,8 +40,21 @@ class RunningRequest:
         grammar: where it stands in the form its text must have; None if it has none.
         sample_index: which of its prompt's samples it is.
         verify_method: how its drafts are judged.
+        priority: lower ones are served first.
+        arrival: counts requests up; of equal priority the earlier one is served first.
+        deadline_s: when its time is up, on the clock of the scheduler; None for never.
+        timeout_s: what the deadline was set to, for the message.
+        cache_salt: it shares cached blocks with requests of the same salt alone; None is a salt, too.
+        held: its blocks, and what is known of them.
         slot: None while it waits.
-        num_prefilled: prompt tokens run so far.
+        prefill_goal: tokens that are run before it decodes: its prompt, and all but the last token that it delivered
+            where it is resumed.
+        num_prefilled: of them, those that were run or found cached so far.
+        admission: counts admissions up; the latest of all steps back first.
+        epoch: how often what the device has of it became void; results of a step launched before are dropped.
+        num_cached_tokens: found cached at its first admission.
+        num_preemptions: how often it stepped back.
+        context_start: the largest that an admission found, see `HeldBlocks`.
         draft_length: its mode.
         is_drafted: whether drafts are made for it; once false, false for good.
         num_drawn: drafts drawn for its next step.
@@ -65,8 +79,20 @@ class RunningRequest:
     grammar: GrammarState | None = None
     sample_index: int = 0
     verify_method: VerifyMethod = "standard"
+    priority: int = 0
+    arrival: int = 0
+    deadline_s: float | None = None
+    timeout_s: float | None = None
+    cache_salt: str | None = None
+    held: HeldBlocks = field(default_factory=HeldBlocks)
     slot: int | None = None
+    prefill_goal: int = -1
     num_prefilled: int = 0
+    admission: int = 0
+    epoch: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    context_start: int = 0
     draft_length: DraftLengthMode = "fixed"
     is_drafted: bool = False
     num_drawn: int = 0
@@ -82,11 +108,23 @@ class RunningRequest:
 
     def __post_init__(self) -> None:
         self._has_limits = self.limits != TokenLimits()  # asked for in every step
+        if self.prefill_goal < 0:
+            self.prefill_goal = len(self.prompt_ids)
 
     @property
     def is_decoding(self) -> bool:
         """Whether its prompt is done and it takes part in decode steps."""
-        return self.slot is not None and self.num_prefilled == len(self.prompt_ids)
+        return self.slot is not None and self.num_prefilled == self.prefill_goal
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the text that is run before it decodes ends with tokens of its own."""
+        return bool(self.output.token_ids)
+
+    @property
+    def text_ids(self) -> list[int]:
+        """Prompt and everything delivered, the anchor included."""
+        return [*self.prompt_ids, *self.output.token_ids]
 
     @property
     def num_cached(self) -> int:
@@ -94,15 +132,27 @@ class RunningRequest:
         return len(self.prompt_ids) + len(self.output.token_ids) - 1
 
     @property
+    def num_final(self) -> int:
+        """Positions whose keys are final and were found sound: logits behind them were, or they were before."""
+        if not self.output.token_ids:
+            return self.held.num_hit
+        return self.num_cached if self.num_prefilled == self.prefill_goal else self.num_prefilled
+
+    @property
     def has_token_rules(self) -> bool:
         """Whether drafts may be refused for what the target alone knows."""
         return self.grammar is not None or self._has_limits
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether it takes the most likely token at every position, and no rule is in the way."""
+        return self.flags.all_greedy and not self.has_token_rules
 
     def take_first(self, step: HostStep) -> RequestDelta:
         """Take in the token that the prompt pass gave, if it gave one."""
         self.has_bad_numbers = step.fault == NOT_A_NUMBER
         extension = self._extend(step)
-        self.num_prefilled = len(self.prompt_ids)
+        self.num_prefilled = self.prefill_goal
         self.trace.first_token_id = next(iter(self.output.token_ids), None)
         return self._delta(extension, step, tuple(step.token_ids[: extension.num_kept]), None)
 
@@ -131,12 +181,20 @@ class RunningRequest:
         self.trace.records.append(record)
         return self._delta(extension, step, kept, record)
 
-    def fail(self, error: Exception) -> RequestDelta:
-        """End where it could not even begin."""
-        self.error = f"it could not be given a slot: {type(error).__name__}: {error}"
+    def fail(self, error: Exception, *, doing: str | None = None) -> RequestDelta:
+        """End where it is, because of something that is not in its numbers."""
+        what = f"{type(error).__name__}: {error}"
+        self.error = what if doing is None else f"{doing}: {what}"
         self.finish_reason = "error"
-        _log.error("request %s ends before its first token: %s", self.request_id, self.error, exc_info=error)
+        _log.error("request %s ends: %s", self.request_id, self.error, exc_info=error)
         return RequestDelta(self.request_id, (), self.output.finish(), "error")
+
+    def expire(self) -> RequestDelta:
+        """End where it is, because its time is up."""
+        state = "waiting" if self.slot is None else "running"
+        self.error = f"its timeout_s of {self.timeout_s:g} was up while it was {state}"
+        self.finish_reason = "abort"
+        return RequestDelta(self.request_id, (), self.output.finish(), "abort")
 
     def _extend(self, step: HostStep) -> Extension:
         """Hand tokens to the output, as far as the grammar goes."""
@@ -205,4 +263,7 @@ class RunningRequest:
             sample_index=self.sample_index,
             verify_method=self.verify_method,
             is_lossless=is_lossless(self.verify_method),
+            num_cached_tokens=self.num_cached_tokens,
+            num_preemptions=self.num_preemptions,
+            context_start=self.context_start,
         )

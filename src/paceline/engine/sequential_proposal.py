@@ -17,7 +17,7 @@ B requests, T rows of a target pass, K draft tokens, D width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ class _Settled:
 
 
 def spare_positions(num_draft_tokens: int) -> int:
-    """Positions that a drafter's cache needs beyond the target's: drafting goes on from the last row of a block."""
+    """Positions that a slot needs beyond the target's own rows: drafting goes on from the last row of a block."""
     return num_draft_tokens
 
 
@@ -54,7 +54,7 @@ class SequentialProposer:
     Args:
         target: lends embedding and head.
         drafter: prepared for serving.
-        cache: the drafter's planes, addressed by the same slots as the target's, with `spare_positions` more.
+        cache: the drafter's planes, addressed by the same tables as the target's; slots have `spare_positions` more.
         choice: form of attention.
         num_draft_tokens: K, any number; more than trained costs time and is seldom accepted.
         method: how drafts are drawn from the drafter's logits.
@@ -128,7 +128,7 @@ class SequentialProposer:
         drafts: list[Proposal] = []
         for k in range(num_drafts):
             if k > 0:
-                row = Rows(row.slots, row.slots_B, [start + 1 for start in row.starts], row.starts_B + 1, 1)
+                row = replace(row, starts=[start + 1 for start in row.starts], starts_B=row.starts_B + 1)
                 out_B1D, hidden_B1D = self._run(row, drafts[-1].ids_BK, hidden_B1D)
             logits_B1V = self._drafter.logits(out_B1D.to(self._target.norm.weight.dtype), self._target)
             drafts.append(draw_rows(logits_B1V, sampling, self._drafter.vocabulary, first=k))
@@ -142,7 +142,7 @@ class SequentialProposer:
             starts = [start + rows.num_rows - 1 for start in rows.starts]
         else:
             starts = [int(length) - 1 for length in lengths_B.tolist()]
-        return Rows(rows.slots, rows.slots_B, starts, lengths_B - 1, 1)
+        return replace(rows, starts=starts, starts_B=lengths_B - 1, num_rows=1)
 
     def _run(self, rows: Rows, token_ids_BT: Tensor, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """One pass of the drafter; stores the rows' keys and values."""
@@ -156,6 +156,8 @@ class SequentialProposer:
             starts_B=rows.starts_B,
             num_rows=rows.num_rows,
             windows=self._drafter.contract.layer_windows,
+            context_starts=rows.context_starts,
+            context_starts_B=rows.context_starts_B,
         )
         embeddings_BTD = self._drafter.embed(token_ids_BT, self._target)
         # A request beyond the drafter's positions drafts no more; its rows are run only to keep the batch uniform.

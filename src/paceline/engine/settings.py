@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from paceline.checkpoint.contract import DraftSampleMethod
@@ -9,6 +10,7 @@ from paceline.engine.draft_budget import DraftSchedule
 from paceline.engine.draft_length import DRAFT_LENGTH_MODES, DraftLengthMode
 from paceline.engine.proposal import Proposer
 from paceline.engine.short_list import DraftVocabSize
+from paceline.engine.start_checks import CANARY_MODES, CanaryMode
 from paceline.errors import ConfigError
 from paceline.models.loading import LoadedDrafter, LoadedTarget
 from paceline.ops.acceptance import VERIFY_METHODS, VerifyMethod
@@ -38,6 +40,16 @@ class EngineSettings:
             them. None sets no limit.
         draft_vocab_size: how many ids drafts are chosen from, the most frequent ones by the counts in the drafter's
             folder; "full" is all of them, "auto" what `short_list.choose_short_list` says. The output is the same.
+        block_size: positions per block of the caches; None is 32 on a CPU and 64 on a GPU.
+        num_blocks: blocks of every cache, the one for padding included; None is what `max_num_seqs` full contexts
+            need. With fewer, requests wait for room, and the latest may have to step back for the others.
+        prefix_cache: keep the keys of texts that ended, target's and drafter's alike, for requests that begin the same.
+        max_num_waiting: requests that may wait beyond those for which slots are free; None sets no limit.
+        max_itl_ms: how long prompt chunks may keep decoding requests waiting for their next tokens, their own step
+            included; a chunk is then shorter than `prefill_chunk_size`, but a block at least. None sets no limit.
+        check_invariants: check the engine around every pass, which costs far more than a pass; None asks the variable
+            `PACELINE_DEBUG`.
+        canary: "start" checks the drafter before the engine takes its first request, see `start_checks.py`.
     """
 
     max_num_seqs: int = 8
@@ -49,15 +61,31 @@ class EngineSettings:
     draft_length: DraftLengthMode = "fixed"
     num_drafts_by_batch_size: tuple[tuple[int, int, int], ...] | None = None
     draft_vocab_size: DraftVocabSize = "auto"
+    block_size: int | None = None
+    num_blocks: int | None = None
+    prefix_cache: bool = True
+    max_num_waiting: int | None = None
+    max_itl_ms: float | None = None
+    check_invariants: bool | None = None
+    canary: CanaryMode = "off"
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_model_len", "num_draft_tokens", "prefill_chunk_size"):
+        for name in ("max_num_seqs", "max_model_len", "num_draft_tokens", "prefill_chunk_size", "block_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it has to be at least 1")
+        if self.max_num_waiting is not None and self.max_num_waiting < 0:
+            raise ConfigError(f"max_num_waiting is {self.max_num_waiting}; it has to be at least 0")
+        if self.max_itl_ms is not None and not 0 < self.max_itl_ms < math.inf:
+            raise ConfigError(f"max_itl_ms is {self.max_itl_ms}; it has to be a positive number of milliseconds")
         if self.draft_sample_method not in (None, "greedy", "probabilistic"):
             raise ConfigError(f"draft_sample_method is {self.draft_sample_method!r}, not 'greedy' or 'probabilistic'")
-        for name, known in (("verify_method", VERIFY_METHODS), ("draft_length", DRAFT_LENGTH_MODES)):
+        choices = (
+            ("verify_method", VERIFY_METHODS),
+            ("draft_length", DRAFT_LENGTH_MODES),
+            ("canary", CANARY_MODES),
+        )
+        for name, known in choices:
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, not one of {', '.join(map(repr, known))}")
         asked = self.draft_vocab_size
@@ -88,6 +116,52 @@ def context_length(target: LoadedTarget, settings: EngineSettings) -> int:
             origin={"target": target.contract.origin},
         )
     return settings.max_model_len
+
+
+@dataclass(frozen=True)
+class CacheSizes:
+    """How the caches of an engine are cut into blocks.
+
+    Attributes:
+        block_size: positions per block.
+        lookahead: positions that a request needs beyond those it has: what a step writes whose results are not read
+            yet, and what the next one does.
+        max_blocks: blocks of a full context.
+        num_blocks: of every cache, block 0 included.
+    """
+
+    block_size: int
+    lookahead: int
+    max_blocks: int
+    num_blocks: int
+
+
+def cache_sizes(
+    settings: EngineSettings, *, max_model_len: int, num_draft_tokens: int, spare_positions: int, device_type: str
+) -> CacheSizes:
+    """Cut the caches into blocks.
+
+    Args:
+        settings: what was asked for.
+        max_model_len: tokens that prompt and output may hold together.
+        num_draft_tokens: K; a step runs K + 1 rows.
+        spare_positions: what the drafter writes beyond the rows of a step.
+        device_type: such as "cpu".
+
+    Raises:
+        ConfigError: not even a single request fits.
+    """
+    block_size = settings.block_size or (32 if device_type == "cpu" else 64)
+    lookahead = 2 * (num_draft_tokens + 1) + spare_positions
+    max_blocks = -(-(max_model_len + lookahead) // block_size)
+    num_blocks = settings.num_blocks if settings.num_blocks is not None else settings.max_num_seqs * max_blocks + 1
+    if num_blocks <= max_blocks:
+        raise ConfigError(
+            f"num_blocks is {num_blocks}; one request of max_model_len {max_model_len}, with {lookahead} positions for "
+            f"what is being drafted, needs {max_blocks} blocks of {block_size} beside the one for padding",
+            hint=f"num_blocks={max_blocks + 1} or more, or a smaller max_model_len",
+        )
+    return CacheSizes(block_size, lookahead, max_blocks, num_blocks)
 
 
 def draft_tokens_per_step(drafter: LoadedDrafter | None, proposer: Proposer | None, settings: EngineSettings) -> int:

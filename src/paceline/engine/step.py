@@ -102,6 +102,13 @@ class StepOutput:
             judged.logprobs,
         )
 
+    @classmethod
+    def resumed(cls, num_waiting_B: Tensor) -> StepOutput:
+        """A pass that judged nothing and only drafted for requests whose text is known."""
+        zeros_B = torch.zeros_like(num_waiting_B)
+        none_B0 = zeros_B.new_empty(zeros_B.shape[0], 0)
+        return cls(zeros_B, none_B0, zeros_B, none_B0, zeros_B, num_waiting_B)
+
     def to_host(self) -> list[HostStep]:
         """Fetch everything in one transfer."""
         num_rows = self.tokens_BT.shape[1]

@@ -28,7 +28,7 @@ from paceline.models.drafters.block_drafter import BlockDrafter
 from paceline.models.drafters.eagle3 import Eagle3Drafter
 from paceline.models.probe.block import head_dtype, visible_keys
 from paceline.models.probe.places import Place, states_of_text
-from paceline.models.targets.dense import DenseTarget
+from paceline.models.targets.target import Target
 
 FEWEST_PROMPTS = 16  # with fewer, no agreement of all prompts could reach the level for some forty readings
 MARGIN = 0.05
@@ -122,7 +122,7 @@ def judge(declared: Score, others: Sequence[Score]) -> Verdict:
 
 
 def search_contract(
-    target: DenseTarget,
+    target: Target,
     drafter: BlockDrafter | Eagle3Drafter,
     texts: Sequence[Text],
     *,
@@ -160,16 +160,14 @@ def places_of_text(text: Text) -> list[int]:
 
 
 @torch.no_grad()
-def _states(target: DenseTarget, text: Text, wanted: set[Place]) -> dict[Place, Tensor]:
+def _states(target: Target, text: Text, wanted: set[Place]) -> dict[Place, Tensor]:
     streams = sorted({place.stream for place in wanted})
     found = states_of_text(target, text.ids, slice(0, len(text.ids)), streams)
     return {place: found[place] for place in wanted if place in found}
 
 
 @torch.no_grad()
-def _score(
-    target: DenseTarget, reading: Reading, texts: Sequence[Text], states: Sequence[dict[Place, Tensor]]
-) -> Score:
+def _score(target: Target, reading: Reading, texts: Sequence[Text], states: Sequence[dict[Place, Tensor]]) -> Score:
     means, num_right, num_places = [], 0, 0
     for text, there in zip(texts, states, strict=True):
         taps = [there[place] for place in reading.places]
@@ -201,7 +199,7 @@ def _against(drafter: BlockDrafter | Eagle3Drafter, logits_ARV: Tensor, labels_A
 
 
 def _block_logits(
-    target: DenseTarget, drafter: BlockDrafter, text: Text, taps: Sequence[Tensor], anchors: Sequence[int]
+    target: Target, drafter: BlockDrafter, text: Text, taps: Sequence[Tensor], anchors: Sequence[int]
 ) -> Tensor:
     """The first rows of a block at every anchor, all blocks of a text as one batch."""
     backbone, contract = drafter.backbone, drafter.contract
@@ -224,7 +222,7 @@ def _block_logits(
 
 
 def _row_logits(
-    target: DenseTarget, drafter: Eagle3Drafter, text: Text, taps: Sequence[Tensor], anchors: Sequence[int]
+    target: Target, drafter: Eagle3Drafter, text: Text, taps: Sequence[Tensor], anchors: Sequence[int]
 ) -> Tensor:
     """EAGLE-3's first draft behind every anchor, from one pass over the text."""
     contract = drafter.contract

@@ -15,7 +15,7 @@ from paceline.models.drafters.eagle3 import Eagle3Drafter
 from paceline.models.probe.alternatives import THETAS
 from paceline.models.probe.places import Place
 from paceline.models.readings import reread
-from paceline.models.targets.dense import DenseTarget
+from paceline.models.targets.target import Target
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,7 @@ class Reading:
     drafter: BlockDrafter | Eagle3Drafter
 
 
-def readings_of(
-    target: DenseTarget, drafter: BlockDrafter | Eagle3Drafter, mask_candidates: Sequence[int]
-) -> list[Reading]:
+def readings_of(target: Target, drafter: BlockDrafter | Eagle3Drafter, mask_candidates: Sequence[int]) -> list[Reading]:
     """The declared reading first, then all others that this family and these weights allow.
 
     Args:
@@ -58,7 +56,7 @@ def readings_of(
     return readings
 
 
-def _tap_readings(target: DenseTarget, declared: tuple[Place, ...]) -> Iterator[tuple[str, str, tuple[Place, ...]]]:
+def _tap_readings(target: Target, declared: tuple[Place, ...]) -> Iterator[tuple[str, str, tuple[Place, ...]]]:
     legal = set(target.capture_ids)
 
     def moved(taps: Sequence[int], step: int) -> tuple[Place, ...] | None:
@@ -94,7 +92,7 @@ def _tap_readings(target: DenseTarget, declared: tuple[Place, ...]) -> Iterator[
 
 
 def _config_readings(
-    target: DenseTarget, drafter: BlockDrafter | Eagle3Drafter, mask_candidates: Sequence[int]
+    target: Target, drafter: BlockDrafter | Eagle3Drafter, mask_candidates: Sequence[int]
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
     contract = drafter.contract
     where = "in the drafter's config"

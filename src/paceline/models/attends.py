@@ -1,16 +1,21 @@
 """Attention without a cache: whole sequences, and drafter blocks over the context they were cut from.
 
-B requests or rows, S context tokens, A blocks per row, Q rows per block, N query heads, M key/value heads, H head size.
+B requests or rows, S context tokens, A blocks per row, Q rows per block, N query heads, M key/value heads, H head size;
+X width of a latent row and K channels of a recurrent state's key, in hybrid targets.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from paceline.models.hybrid import DeltaProjections, DeltaWeights, LatentHeads, convolve
 from paceline.ops.attention import attention, causal_attention
+from paceline.ops.delta_attention import delta_attention
+from paceline.ops.multi_head_latent_attention import explicit_latent_attention
 
 
 def document_visibility(documents_BT: Tensor) -> Tensor:
@@ -25,8 +30,26 @@ def document_visibility(documents_BT: Tensor) -> Tensor:
     return (same & earlier) | (index_T.unsqueeze(1) == index_T)
 
 
+def document_spans(documents: list[int]) -> list[tuple[int, int]]:
+    """Where the sequences of one row lie, as (start, end), from the number that each of its tokens carries.
+
+    Args:
+        documents: which sequence a token belongs to; -1 in padding, which is no sequence.
+    """
+    spans, start = [], 0
+    for document, run in itertools.groupby(documents):
+        end = start + sum(1 for _ in run)
+        if document >= 0:
+            spans.append((start, end))
+        start = end
+    return spans
+
+
 class WholeSequence:
     """Causal attention over complete, right-padded sequences: feature capture and parity tests.
+
+    Of hybrid targets, latent rows are expanded into keys and values, and recurrences start from zero in every sequence
+    and run in chunks.
 
     Args:
         documents_BT: int, which sequence of its row a token belongs to, -1 in padding, where rows hold several; None
@@ -34,6 +57,7 @@ class WholeSequence:
     """
 
     def __init__(self, documents_BT: Tensor | None = None) -> None:
+        self._documents_BT = documents_BT
         self._visible = None if documents_BT is None else document_visibility(documents_BT).unsqueeze(1)
 
     def __call__(
@@ -44,6 +68,26 @@ class WholeSequence:
         q, k, v = (rows.transpose(1, 2) for rows in (q_BTNH, k_BTMH, v_BTMH))
         mixed = causal_attention(q, k, v) if self._visible is None else attention(q, k, v, visible=self._visible)
         return mixed.transpose(1, 2)
+
+    def latent(self, layer: int, q_BTNQ: Tensor, rows_BTX: Tensor, heads: LatentHeads) -> Tensor:
+        """Attend within each sequence; `layer` makes no difference."""
+        return explicit_latent_attention(q_BTNQ, rows_BTX, heads.key_NPR, heads.value_NVR, visible=self._visible)
+
+    def delta(self, layer: int, rows: DeltaProjections, weights: DeltaWeights) -> Tensor:
+        """Run each sequence from an empty state; `layer` makes no difference."""
+        if self._documents_BT is None:
+            return delta_attention(convolve(rows, weights), weights.gate, None, form="chunked")[0]
+        answers_BTNK = torch.zeros_like(rows.forget_BTNK)
+        for row, documents in enumerate(self._documents_BT.tolist()):
+            for start, end in document_spans(documents):
+                inputs = convolve(rows_of(rows, row, start, end), weights)
+                answers_BTNK[row, start:end] = delta_attention(inputs, weights.gate, None, form="chunked")[0][0]
+        return answers_BTNK
+
+
+def rows_of(rows: DeltaProjections, row: int, start: int, end: int) -> DeltaProjections:
+    """One sequence of a padded row, as a batch of one."""
+    return DeltaProjections(*(part[row : row + 1, start:end] for part in rows))
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,20 @@ from paceline.models.drafters.block_drafter import BlockDrafter
 from paceline.models.drafters.table import DRAFTERS, Drafter
 from paceline.models.positions import position_table
 from paceline.models.targets.dense import DenseTarget
+from paceline.models.targets.kimi import KimiTarget
+from paceline.models.targets.kimi_multimodal import KimiMultimodalTarget
 from paceline.models.targets.table import TARGETS
 
 
-def empty_target(contract: TargetContract, dtype: torch.dtype, device: torch.device) -> DenseTarget:
+def empty_target(
+    contract: TargetContract, dtype: torch.dtype, device: torch.device
+) -> DenseTarget | KimiTarget | KimiMultimodalTarget:
     """A target whose weights are not yet set, without paying for an initialisation."""
     with torch.device("meta"):
         model = TARGETS[contract.architecture](contract)
-    _materialise(model, dtype, device)
+    materialise(model, dtype, device)
+    if not isinstance(model, DenseTarget):
+        return model.eval()
     if contract.tie_word_embeddings:
         model.lm_head.weight = cast(nn.Parameter, model.embed_tokens.weight)
     table = position_table(contract.rope, contract.head_size, contract.max_position_embeddings)
@@ -32,7 +38,7 @@ def empty_drafter(contract: DrafterContract, dtype: torch.dtype, device: torch.d
     """A drafter whose weights are not yet set."""
     with torch.device("meta"):
         drafter = DRAFTERS[contract.family](contract)
-    _materialise(drafter, dtype, device)
+    materialise(drafter, dtype, device)
     table = position_table(contract.rope, contract.rotary_size, contract.max_position_embeddings)
     (drafter.backbone if isinstance(drafter, BlockDrafter) else drafter).position_table = table.to(device)
     return drafter.eval()
@@ -79,6 +85,7 @@ def _fill(name: str, module: str, parameter: Tensor, generator: torch.Generator)
         parameter.fill_(1.0)
 
 
-def _materialise(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+def materialise(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Give a model that was made on the meta device memory for its weights, which are then set."""
     model.to(dtype).to_empty(device=device)
     model.requires_grad_(False)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Protocol, runtime_checkable
 
-from paceline.checkpoint.contract import AuxHiddenStream, CaptureId
-from paceline.errors import CompatibilityError
+from paceline.checkpoint.contract import AuxHiddenStream, CaptureId, TargetContract
+from paceline.errors import CompatibilityError, ConfigError
 
 
 @runtime_checkable
@@ -16,7 +17,11 @@ class SupportsEagle3(Protocol):
     """
 
     supports_eagle3: ClassVar[bool]
-    aux_hidden_streams: ClassVar[frozenset[AuxHiddenStream]]
+
+    @property
+    def aux_hidden_streams(self) -> frozenset[AuxHiddenStream]:
+        """Which of its streams can be tapped: of a class, what any of its instances can offer."""
+        ...
 
     @property
     def capture_ids(self) -> range:
@@ -53,4 +58,31 @@ def require_taps(model: object, stream: AuxHiddenStream) -> None:
         raise CompatibilityError(
             f"the drafter reads the {stream!r} stream; {name} offers {sorted(available)}",
             hint="the target that the drafter's config names",
+        )
+
+
+def check_capture_ids(contract: TargetContract, capture_ids: Sequence[CaptureId], stream: AuxHiddenStream) -> None:
+    """Refuse taps that a target does not have, before any forward pass.
+
+    Args:
+        contract: of the target.
+        capture_ids: 0 to the number of layers, strictly increasing.
+        stream: that they are read from.
+    Raises:
+        CompatibilityError: the target has no such stream.
+        ConfigError: an id is out of range, or ids repeat or descend.
+    """
+    if stream not in contract.aux_hidden_streams:
+        raise CompatibilityError(
+            f"the stream {stream!r} was asked for; this {contract.architecture} has "
+            f"{' and '.join(sorted(contract.aux_hidden_streams))}",
+            origin={"target": contract.origin},
+            hint="a target with attention residuals (attn_res_block_size), or the stream 'prefix'",
+        )
+    ids = list(capture_ids)
+    if ids != sorted(set(ids)) or not all(0 <= capture <= contract.num_layers for capture in ids):
+        raise ConfigError(
+            f"capture ids {ids} were asked for; legal are 0 (the embedding) to {contract.num_layers}, each once and in "
+            "ascending order",
+            origin={"target": contract.origin},
         )

@@ -19,7 +19,7 @@ from paceline.models.probe.findings import Finding
 from paceline.models.probe.places import Place
 from paceline.models.probe.search import search_stage
 from paceline.models.probe.stages import TITLES, Stage
-from paceline.models.targets.dense import DenseTarget
+from paceline.models.targets.target import Target
 
 _REPEATS: Mapping[Stage, tuple[Stage, ...]] = {
     "context": ("fc_input",),
@@ -28,7 +28,7 @@ _REPEATS: Mapping[Stage, tuple[Stage, ...]] = {
 }
 
 
-def explain(target: DenseTarget, drafter: Drafter, stored: Mapping[str, Tensor], replay: Replay) -> CompatibilityError:
+def explain(target: Target, drafter: Drafter, stored: Mapping[str, Tensor], replay: Replay) -> CompatibilityError:
     """The error for a fingerprint that does not fit: every cause that was found, and what to do about the first."""
     findings = diagnose(target, drafter, stored, replay)
     return CompatibilityError(
@@ -38,7 +38,7 @@ def explain(target: DenseTarget, drafter: Drafter, stored: Mapping[str, Tensor],
     )
 
 
-def diagnose(target: DenseTarget, drafter: Drafter, stored: Mapping[str, Tensor], replay: Replay) -> list[Finding]:
+def diagnose(target: Target, drafter: Drafter, stored: Mapping[str, Tensor], replay: Replay) -> list[Finding]:
     """Causes in the order of the stages; never empty where a stage failed.
 
     Args:

@@ -43,7 +43,7 @@ from paceline.models.probe.stages import (
     check_tensor,
     compare_stage,
 )
-from paceline.models.targets.dense import DenseTarget
+from paceline.models.targets.target import Target
 from paceline.ops.sample_tokens import NO_TOKEN
 
 # Relative error of a tap, SmolLM2-135M-Instruct, the shipped fingerprint (32 tokens, bf16 on a CPU): 0.000 in bf16
@@ -107,7 +107,7 @@ class Replay:
 
 
 @torch.no_grad()
-def record_fingerprint(target: DenseTarget, drafter: Drafter, probe_ids: list[int]) -> dict[str, Tensor]:
+def record_fingerprint(target: Target, drafter: Drafter, probe_ids: list[int]) -> dict[str, Tensor]:
     """Run a probe through target and drafter and keep what a later load compares.
 
     Args:
@@ -137,7 +137,7 @@ def record_fingerprint(target: DenseTarget, drafter: Drafter, probe_ids: list[in
 
 @torch.no_grad()
 def replay_fingerprint(
-    target: DenseTarget, drafter: Drafter, stored: Mapping[str, Tensor], *, is_quick: bool = False
+    target: Target, drafter: Drafter, stored: Mapping[str, Tensor], *, is_quick: bool = False
 ) -> Replay:
     """Compare every stage with what is stored, the taps at every place of the target, and the contract.
 
@@ -173,7 +173,7 @@ def replay_fingerprint(
     return Replay(comparisons, tuple(results), differences)
 
 
-def check_fingerprint(target: DenseTarget, drafter: Drafter, stored: Mapping[str, Tensor]) -> None:
+def check_fingerprint(target: Target, drafter: Drafter, stored: Mapping[str, Tensor]) -> None:
     """Refuse a target on which the drafter does not compute what it was trained to, and name the cause.
 
     Raises:
@@ -201,7 +201,7 @@ def is_old(stored: Mapping[str, Tensor]) -> bool:
 
 
 def compare_taps(
-    target: DenseTarget, drafter: Drafter, stored: Mapping[str, Tensor], *, num_rows: int | None = None
+    target: Target, drafter: Drafter, stored: Mapping[str, Tensor], *, num_rows: int | None = None
 ) -> list[TapComparison]:
     """Each stored tap against every place of the target, in all of its streams: they may lie close together.
 
@@ -226,7 +226,7 @@ def compare_taps(
     return comparisons
 
 
-def check_stored(stored: Mapping[str, Tensor], drafter: Drafter, target: DenseTarget) -> None:
+def check_stored(stored: Mapping[str, Tensor], drafter: Drafter, target: Target) -> None:
     """Refuse a fingerprint that is damaged or proves nothing.
 
     Raises:

@@ -5,12 +5,14 @@ B requests, T tokens, D width, N query heads, M key/value heads, H head size, I 
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+from collections.abc import Iterator
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
+from paceline.models.flat_layer import FlatLayer, flatten, run_flat
 from paceline.ops.linear import FILLED_ROWS, can_pack, linear_packed, linear_row_invariant, pack_weight
 from paceline.ops.rms_norm import MirroredGain, mirror_gain, rms_norm, rms_norm_mirrored
 from paceline.ops.rotary import turn_heads
@@ -71,6 +73,11 @@ class Linear(Block):
         return functional.linear(x, self.weight, self.bias)
 
     @property
+    def packed(self) -> Tensor | None:
+        """The weight in oneDNN's form, where products go through that."""
+        return self._packed
+
+    @property
     def is_packed(self) -> bool:
         """Whether products go through oneDNN's packed form."""
         return self._packed is not None
@@ -102,13 +109,30 @@ def score_rows(head: Linear, hidden: Tensor) -> Tensor:
     return scores
 
 
-def set_linear_mode(model: nn.Module, mode: LinearMode) -> int:
-    """Set the arithmetic of every `Linear` in a model and of its norms; returns how many weights are now packed.
+@runtime_checkable
+class SwitchesArithmetic(Protocol):
+    """A part with arithmetics to choose from: linears, norms, experts."""
+
+    def set_mode(self, mode: LinearMode) -> None:
+        """Switch to one of them."""
+        ...
+
+
+class HasModules(Protocol):
+    """A model, whatever else is known of it."""
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Itself and every part."""
+        ...
+
+
+def set_linear_mode(model: HasModules, mode: LinearMode) -> int:
+    """Set the arithmetic of every part of a model that has several; returns how many weights are now packed.
 
     Outside the mode "plain", weights and gains that change later go unseen.
     """
-    for module in model.modules():
-        if isinstance(module, Linear | RMSNorm):
+    for module in reversed(list(model.modules())):  # parts before what is put together from them
+        if isinstance(module, SwitchesArithmetic):
             module.set_mode(mode)
     return sum(isinstance(module, Linear) and module.is_packed for module in model.modules())
 
@@ -144,6 +168,13 @@ class RMSNorm(Block):
         self._mirrored = mirror_gain(self.weight, 2) if is_prepared else None
         fills = mode == "packed" and can_pack(self.weight)
         self._mirrored_to_fill = mirror_gain(self.weight, FILLED_ROWS) if fills else None
+
+    @property
+    def gains(self) -> tuple[MirroredGain, MirroredGain] | None:
+        """Its gain for any number of rows, and for a lone one that is filled up; None beside unpacked products."""
+        if self._mirrored is None or self._mirrored_to_fill is None:
+            return None
+        return self._mirrored, self._mirrored_to_fill
 
 
 class SelfAttention(Block):
@@ -267,11 +298,20 @@ class DecoderLayer(nn.Module):
         )
         self.post_attention_layernorm = RMSNorm(hidden_size, eps)
         self.mlp = GatedMLP(hidden_size, intermediate_size, bias=mlp_bias)
+        self._flat: FlatLayer | None = None
+
+    def set_mode(self, mode: LinearMode) -> None:
+        """Take the flat form where there is one; the parts have their arithmetic already."""
+        self._flat = None
+        if mode == "packed":
+            self._flat = flatten(self.input_layernorm, self.self_attn, self.post_attention_layernorm, self.mlp)
 
     def forward(
         self, x_BTD: Tensor, rows: RotaryRows, attend: Attend, layer: int, *, is_neox_style: bool = True
     ) -> Tensor:
         """Return the residual stream after this layer, a new tensor: the one handed in may have been tapped."""
+        if self._flat is not None and is_neox_style:
+            return run_flat(self._flat, x_BTD, rows, attend, layer)
         filled = self.input_layernorm.filled(x_BTD)
         attended: Tensor = self.self_attn(filled, rows, attend, layer, is_neox_style=is_neox_style)
         x_BTD = x_BTD + attended

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
 from paceline import __version__
+from paceline.checkpoint.calibration import Calibration, read_calibration
 from paceline.checkpoint.compatibility import check_fit, complete_contract
-from paceline.checkpoint.contract import DrafterContract, TargetContract
+from paceline.checkpoint.contract import AuxHiddenStream, DrafterContract, TargetContract, capture_id
 from paceline.checkpoint.dialects import read_drafter
 from paceline.checkpoint.export import FINGERPRINT_FILE, PROVENANCE_FILE
-from paceline.checkpoint.gguf import open_gguf
 from paceline.checkpoint.locate import locate_drafter, locate_target, read_json
-from paceline.checkpoint.names import dense_target_destinations, dense_target_ignored, drafter_destinations
+from paceline.checkpoint.names import drafter_destinations
 from paceline.checkpoint.target_config import read_target_contract
 from paceline.checkpoint.token_counts import read_token_counts
 from paceline.checkpoint.tokenizer import TextTokenizer, open_tokenizer
 from paceline.checkpoint.weights import (
     load_strict,
-    open_safetensors,
     open_safetensors_file,
     save_safetensors,
     write_index,
@@ -38,6 +38,7 @@ from paceline.models.drafters.table import Drafter
 from paceline.models.fingerprint import check_fingerprint as replay
 from paceline.models.fingerprint import is_old
 from paceline.models.layers import LinearMode, set_linear_mode
+from paceline.models.target_weights import fill_target
 from paceline.models.targets.dense import DenseTarget
 from paceline.ops.linear import can_pack
 
@@ -64,6 +65,7 @@ class LoadedDrafter:
     num_draft_tokens: int
     checked_on: DenseTarget | None = None  # the target that it was checked on, and whose tables it may share
     token_counts_W: Tensor | None = None  # int64, by target id: how often it is in the answers of the training data
+    calibration: Calibration | None = None  # what it accepted where it was measured; serving is held against it
 
 
 def resolve_device(device: str) -> torch.device:
@@ -98,7 +100,7 @@ def load_target(
     linear_mode: LinearMode | Literal["auto"] = "auto",
     offline: bool = False,
 ) -> LoadedTarget:
-    """Load a dense target.
+    """Load a target.
 
     Args:
         name: folder, `.gguf` file, hub name or alias.
@@ -114,17 +116,12 @@ def load_target(
     contract = read_target_contract(path, name)
     where = resolve_device(device)
     model = empty_target(contract, resolve_dtype(dtype, where), where)
-    source = open_gguf(path) if path.suffix == ".gguf" else open_safetensors(path)
-    load_strict(
-        dict(model.named_parameters()),
-        source,
-        dense_target_destinations(contract),
-        ignored=dense_target_ignored(contract),
-    )
+    fill_target(model, contract, path)
     mode = _resolve_linear_mode(linear_mode, model.norm.weight)
     set_linear_mode(model, mode)
     _log.info("target %s: %s on %s, linear mode %s", contract.name, model.norm.weight.dtype, where, mode)
-    return LoadedTarget(model, contract, open_tokenizer(path), mode)
+    # TODO once engine/ takes `Target`: the field too, and no cast
+    return LoadedTarget(cast(DenseTarget, model), contract, open_tokenizer(path), mode)
 
 
 def _resolve_linear_mode(asked: LinearMode | Literal["auto"], weight: Tensor) -> LinearMode:
@@ -148,6 +145,7 @@ def load_drafter(
     check_contract: bool = True,
     check_fingerprint: bool = True,
     offline: bool = False,
+    aux_hidden_stream: AuxHiddenStream | None = None,
 ) -> LoadedDrafter:
     """Load a drafter for a loaded target, in the target's dtype, on its device and in its linear mode.
 
@@ -158,9 +156,10 @@ def load_drafter(
         check_contract: refuse what does not fit the target by its config; turn off only to study a mismatch.
         check_fingerprint: replay the stored probe; turn off only to study a mismatch.
         offline: never touch the network.
+        aux_hidden_stream: feed it another stream of the target than it was trained on, to compare the two.
     Raises:
         CheckpointError: missing, damaged, incomplete or unsupported files.
-        CompatibilityError: it does not fit this target; says in what.
+        CompatibilityError: it does not fit this target, or the target has no such stream; says in what.
         ConfigError: more draft tokens than it was trained to propose.
     """
     folder = locate_drafter(name, offline=offline)
@@ -171,7 +170,16 @@ def load_drafter(
     if check_contract:
         check_fit(contract, target.contract)
         require_taps(target.model, contract.aux_hidden_stream)
+    if aux_hidden_stream is not None:
+        require_taps(target.model, aux_hidden_stream)
     token_counts_W = read_token_counts(folder, target.contract.vocab_size)
+    calibration = read_calibration(folder)
+    if calibration is None:
+        _log.info(
+            "%s has no calibration: the alarm knows no acceptance of its own to hold serving against, only the general "
+            "limit; `paceline evaluate ... --calibrate` measures one",
+            folder,
+        )
     weight = target.model.norm.weight
     drafter = empty_drafter(contract, weight.dtype, weight.device)
     destinations = drafter_destinations(contract)
@@ -181,10 +189,20 @@ def load_drafter(
     drafter.prepare_for_serving(target.linear_mode)
     if check_fingerprint:  # of the arithmetic that will serve
         _replay_stored(folder, target, drafter)
+    if aux_hidden_stream not in (None, contract.aux_hidden_stream):  # after the replay, which is of its own stream
+        _log.warning("it was trained on the stream %r and is fed another", contract.aux_hidden_stream)
+        contract = drafter.contract = dataclasses.replace(contract, aux_hidden_stream=aux_hidden_stream)
+    capture_ids = [int(capture_id(layer)) for layer in contract.target_layer_ids]
+    _log.info("drafter %s: taps %s of the stream %r", folder.name, capture_ids, contract.aux_hidden_stream)
     if shared:
         _log.info("drafter %s: its %s is the target's, bit for bit, and shared", folder.name, " and ".join(shared))
     return LoadedDrafter(
-        drafter, contract, num_draft_tokens or contract.num_draft_tokens, target.model, token_counts_W=token_counts_W
+        drafter,
+        contract,
+        num_draft_tokens or contract.num_draft_tokens,
+        target.model,
+        token_counts_W=token_counts_W,
+        calibration=calibration,
     )
 
 

@@ -1,19 +1,20 @@
 """Which attention a target uses over whole sequences, by the arithmetic of its linears.
 
-B rows, T tokens of a row, L tokens of one sequence, N query heads, M key/value heads, H head size.
+B rows, T tokens of a row, N query heads, M key/value heads, H head size; X width of a latent row and R of its latent
+part, K channels of a recurrent state's key, in hybrid targets.
 """
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from torch import Tensor
 
-from paceline.models.attends import WholeSequence
-from paceline.models.layers import Attend
-from paceline.models.targets.dense import DenseTarget
+from paceline.models.attends import WholeSequence, document_spans, rows_of
+from paceline.models.hybrid import DeltaProjections, DeltaWeights, HybridAttend, LatentHeads, convolve
+from paceline.models.targets.target import Target
 from paceline.ops.attention import attention_row_invariant
+from paceline.ops.delta_attention import delta_attention
+from paceline.ops.multi_head_latent_attention import absorbed_latent_attention
 
 
 class RowInvariantSequences:
@@ -42,26 +43,37 @@ class RowInvariantSequences:
                 mixed[row, start:end] = attention_row_invariant(q, k, v, visible).transpose(0, 1)
         return mixed
 
+    def latent(self, layer: int, q_BTNQ: Tensor, rows_BTX: Tensor, heads: LatentHeads) -> Tensor:
+        """Attend within each sequence, absorbed, as over a cache; padding gets zeros."""
+        absorbed_BTNX = heads.absorb(q_BTNQ)
+        mixed_BTNR = absorbed_BTNX.new_zeros(*absorbed_BTNX.shape[:-1], heads.latent_size)
+        for row in range(q_BTNQ.shape[0]):
+            for start, end in self._spans(row, q_BTNQ.shape[1]):
+                visible = torch.ones(end - start, end - start, dtype=torch.bool, device=q_BTNQ.device).tril()
+                mixed_BTNR[row : row + 1, start:end] = absorbed_latent_attention(
+                    absorbed_BTNX[row : row + 1, start:end],
+                    rows_BTX[row : row + 1, start:end],
+                    visible=visible[None, None],
+                    value_size=heads.latent_size,
+                    scale=heads.scale,
+                    mode="row_invariant",
+                )
+        return heads.expand(mixed_BTNR)
+
+    def delta(self, layer: int, rows: DeltaProjections, weights: DeltaWeights) -> Tensor:
+        """Run each sequence from an empty state, row by row; padding gets zeros."""
+        answers_BTNK = torch.zeros_like(rows.forget_BTNK)
+        for row in range(rows.rows_BTC.shape[0]):
+            for start, end in self._spans(row, rows.rows_BTC.shape[1]):
+                inputs = convolve(rows_of(rows, row, start, end), weights)
+                answers_BTNK[row, start:end] = delta_attention(inputs, weights.gate, None, form="recurrent")[0][0]
+        return answers_BTNK
+
     def _spans(self, row: int, length: int) -> list[tuple[int, int]]:
         return [(0, length)] if self._documents is None else document_spans(self._documents[row])
 
 
-def document_spans(documents: list[int]) -> list[tuple[int, int]]:
-    """Where the sequences of one row lie, as (start, end), from the number that each of its tokens carries.
-
-    Args:
-        documents: which sequence a token belongs to; -1 in padding, which is no sequence.
-    """
-    spans, start = [], 0
-    for document, run in itertools.groupby(documents):
-        end = start + sum(1 for _ in run)
-        if document >= 0:
-            spans.append((start, end))
-        start = end
-    return spans
-
-
-def sequence_attend(model: DenseTarget, documents_BT: Tensor | None = None) -> Attend:
+def sequence_attend(model: Target, documents_BT: Tensor | None = None) -> HybridAttend:
     """Attention for whole sequences that matches the arithmetic of a target's linears.
 
     Args:

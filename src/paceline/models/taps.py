@@ -18,8 +18,8 @@ __all__ = ["CaptureId", "TapCollector", "TargetLayerId", "capture_id", "target_l
 class TapCollector:
     """Keeps the hidden states of the requested capture ids of one forward pass.
 
-    A tap is a pure read: the model hands over the tensor that it goes on with, and nothing is computed for it, so
-    logits are bit-identical with and without a collector.
+    A tap is a pure read: the model hands over the tensor that it goes on with, or computes one aside from its own
+    stream, so logits are bit-identical with and without a collector.
 
     Args:
         capture_ids: strictly increasing; 0 is the embedding, `num_layers` the last layer's output before the final
@@ -39,10 +39,18 @@ class TapCollector:
         """A collector for layer outputs, given by zero-based layer id."""
         return cls([capture_id(layer) for layer in layer_ids], stream)
 
+    def wants(self, capture: int) -> bool:
+        """Whether an id was asked for: a model that would have to compute its tap asks first."""
+        return capture in self._wanted
+
     def observe(self, capture: int, hidden_BTD: Tensor) -> None:
         """Called by the model at every capture point; keeps the state if it was asked for."""
         if capture in self._wanted:
             self._hidden[CaptureId(capture)] = hidden_BTD
+
+    def found(self) -> dict[CaptureId, Tensor]:
+        """What was observed so far, by capture id: what a stage of a pipeline hands on."""
+        return dict(self._hidden)
 
     def collected(self) -> list[Tensor]:
         """The taps in ascending order, each [B, T, D]; every requested id must have been observed."""

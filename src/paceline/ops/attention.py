@@ -100,7 +100,7 @@ def attention_with_bias(q_BNTH: Tensor, k_BMSH: Tensor, v_BMSH: Tensor, bias_B1R
     B, _, _, H = q_BNTH.shape
     q_BMRH = q_BNTH.reshape(B, k_BMSH.shape[1], -1, H)
     mixed = functional.scaled_dot_product_attention(q_BMRH, k_BMSH, v_BMSH, attn_mask=bias_B1RS)
-    return mixed.view(q_BNTH.shape)
+    return mixed.reshape(q_BNTH.shape)  # some fused kernels give heads and rows in the other order
 
 
 def causal_attention(q_BNTH: Tensor, k_BMTH: Tensor, v_BMTH: Tensor) -> Tensor:

@@ -9,11 +9,10 @@ Source: DFlash2, spec 4.7. R flat rows of any number of blocks, T taps, D width,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as functional
 from torch import Tensor
 
 from paceline.errors import ShapeError
@@ -23,20 +22,36 @@ _LARGEST_BLOCK = 1024  # channels per program
 _GRADIENT_ROWS = 16  # rows per program of the backward pass: fewer make more partial sums of the shared coefficients
 
 
-def grouped_convolution_reference(x_RD: Tensor, base_TD: Tensor, delta_RTG: Tensor, offset_R: Tensor) -> Tensor:
+def grouped_convolution_reference(x_RD: Tensor, base_TD: Tensor, delta_RTG: Tensor, offset_R: Tensor | None) -> Tensor:
     """The definition: float32 sums, tap by tap, rounded once."""
-    num_rows, width = x_RD.shape
+    return convolve(x_RD, convolution_factors(base_TD, delta_RTG), offset_R)
+
+
+def convolution_factors(base_TD: Tensor, delta_RTG: Tensor) -> tuple[Tensor, ...]:
+    """What rows are multiplied with, one float32 [R, G, S] per tap.
+
+    The taps may be those of several convolutions, one behind the other: all take no more operations than one.
+    """
     num_taps, num_groups = delta_RTG.shape[1:]
-    x_RGS = x_RD.float().view(num_rows, num_groups, -1)
-    base_TGS = base_TD.float().view(num_taps, num_groups, -1)
-    delta_RTG1 = delta_RTG.float().unsqueeze(-1)
-    y_RGS = x_RGS * (base_TGS[0] + delta_RTG1[:, 0])
-    for tap in range(1, min(num_taps, num_rows)):
-        earlier_RGS = functional.pad(x_RGS[:-tap], (0, 0, 0, 0, tap, 0))
-        # The neighbour's rows are cut off before the product: whatever they hold, 0 * NaN is NaN.
-        earlier_RGS = earlier_RGS.masked_fill((offset_R < tap).view(-1, 1, 1), 0.0)
-        y_RGS = y_RGS + earlier_RGS * (base_TGS[tap] + delta_RTG1[:, tap])
-    return y_RGS.reshape(num_rows, width).to(x_RD.dtype)
+    factors_RTGS = base_TD.float().view(num_taps, num_groups, -1) + delta_RTG.float().unsqueeze(-1)
+    return factors_RTGS.unbind(1)
+
+
+def convolve(x: Tensor, factors: Sequence[Tensor], offset_R: Tensor | None) -> Tensor:
+    """`grouped_convolution_reference` with its factors at hand; x is [R, D], or [B, Q, D] with R = B * Q."""
+    first_RGS, *further = factors
+    num_rows = first_RGS.shape[0]
+    x_RGS = x.float().view(first_RGS.shape)
+    y_RGS = x_RGS * first_RGS
+    for tap, factor_RGS in enumerate(further[: max(0, num_rows - 1)], start=1):
+        num_behind = num_rows - tap
+        earlier_RGS = x_RGS.narrow(0, 0, num_behind)
+        if offset_R is not None:
+            # The neighbour's rows are cut off before the product: whatever they hold, 0 * NaN is NaN.
+            is_outside_R = offset_R.narrow(0, tap, num_behind) < tap
+            earlier_RGS = earlier_RGS.masked_fill(is_outside_R.view(-1, 1, 1), 0.0)
+        y_RGS.narrow(0, tap, num_behind).add_(earlier_RGS * factor_RGS.narrow(0, tap, num_behind))
+    return y_RGS.view(x.shape).to(x.dtype)
 
 
 @kernel
@@ -221,14 +236,14 @@ def grouped_convolution_differentiable_triton(
     return apply(x_RD, base_TD, delta_RTG, offset_R)
 
 
-def grouped_convolution(x_RD: Tensor, base_TD: Tensor, delta_RTG: Tensor, offset_R: Tensor) -> Tensor:
+def grouped_convolution(x_RD: Tensor, base_TD: Tensor, delta_RTG: Tensor, offset_R: Tensor | None) -> Tensor:
     """Convolve the rows of draft blocks, each inside its own block.
 
     Args:
         x_RD: flat rows, any float dtype; blocks lie one after the other and may differ in length.
         base_TD: coefficients that all rows share.
         delta_RTG: what each row adds to them, one value per tap and group of channels.
-        offset_R: int64, each row's index in its own block.
+        offset_R: int64, each row's index in its own block; None where all rows are one block.
     Returns:
         [R, D] in x's dtype, summed in float32. Differentiable in all but the offsets.
     Raises:
@@ -239,11 +254,13 @@ def grouped_convolution(x_RD: Tensor, base_TD: Tensor, delta_RTG: Tensor, offset
         raise ShapeError("delta", expected=f"[{num_rows}, T, G] with G a divisor of {width}", found=delta_RTG.shape)
     if base_TD.shape != (delta_RTG.shape[1], width):
         raise ShapeError("base", expected=[delta_RTG.shape[1], width], found=base_TD.shape)
-    if offset_R.shape != (num_rows,):
+    if offset_R is not None and offset_R.shape != (num_rows,):
         raise ShapeError("offset", expected=[num_rows], found=offset_R.shape)
     if num_rows == 0:
         return grouped_convolution_reference(x_RD, base_TD, delta_RTG, offset_R)
     is_trained = needs_gradient(x_RD, base_TD, delta_RTG)
     kernels = grouped_convolution_differentiable_triton if is_trained else grouped_convolution_triton
     run = choose("grouped_convolution", x_RD, grouped_convolution_reference, kernels)
-    return run(x_RD, base_TD, delta_RTG, offset_R)
+    if run is grouped_convolution_reference:
+        return grouped_convolution_reference(x_RD, base_TD, delta_RTG, offset_R)
+    return run(x_RD, base_TD, delta_RTG, torch.arange(num_rows, device=x_RD.device) if offset_R is None else offset_R)

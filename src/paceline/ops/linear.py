@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from paceline.ops.huge_pages import lay_on_huge_pages
+
 ROW_TILE = 8  # rows of a default draft block
 # A lone row is filled up to these where that costs no operation: on four rows oneDNN is faster than on its path for one
 # (seen with AVX512-bf16), and sums as it does on eight.
@@ -20,6 +22,9 @@ FILLED_ROWS = 4
 _ALIGNED_WIDTH = 16  # elements: at least 32 bytes in every float dtype
 _ALIGNED_BYTES = 32
 _PACK_BATCH_HINT = 16  # measured best for 1 to 16 rows; packing for one row is slower even at one row
+_packed_product = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+if _packed_product is not None:
+    _packed_product = _packed_product.default  # or torch looks for the overload in each of a step's 150 calls
 
 
 def can_pack(weight_OI: Tensor) -> bool:
@@ -28,7 +33,7 @@ def can_pack(weight_OI: Tensor) -> bool:
         weight_OI.device.type == "cpu"
         and weight_OI.dtype == torch.bfloat16
         and torch.backends.mkldnn.is_available()
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and _packed_product is not None
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
@@ -37,12 +42,14 @@ def can_pack(weight_OI: Tensor) -> bool:
 def pack_weight(weight_OI: Tensor) -> Tensor:
     """Reorder a weight into oneDNN's layout; the result is opaque and only fit for `linear_packed`."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous(), _PACK_BATCH_HINT)
+    lay_on_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
     return packed
 
 
 def linear_packed(x_TI: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
     """x @ W^T + b with a weight from `pack_weight`; x is [..., I] in bf16."""
-    y: Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, packed, bias_O, "none", [], "")
+    assert _packed_product is not None, "the caller asks `can_pack`"
+    y: Tensor = _packed_product(x_TI, packed, bias_O, "none", [], "")
     return y
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from paceline.models.targets.dense import DenseTarget
+from paceline.models.targets.target import Target
 
 
 class CompiledLayers:
@@ -20,7 +20,7 @@ class CompiledLayers:
         backend: of torch.compile.
     """
 
-    def __init__(self, model: DenseTarget, *, backend: str = "inductor") -> None:
+    def __init__(self, model: Target, *, backend: str = "inductor") -> None:
         self._layers: list[Any] = list(model.layers)
         self._compiled = [torch.compile(layer.forward, dynamic=True, backend=backend) for layer in self._layers]
 

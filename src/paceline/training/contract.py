@@ -37,6 +37,20 @@ def drafter_contract(run: TrainRun, target: TargetContract) -> DrafterContract:
             f"of which {target.num_layers - 2} is the last that can be tapped",
             hint="leave target_layer_ids out to spread the taps",
         )
+    if target.kimi is not None and target.kimi.logit_scale != 1.0:
+        # the loss multiplies with the bare head, so the teacher would be another distribution than the target's
+        raise ConfigError(
+            f"the target multiplies its logits by {target.kimi.logit_scale}; only targets without a logit_scale can be "
+            "trained for",
+            origin={"target": target.origin},
+        )
+    if asked.aux_hidden_stream not in target.aux_hidden_streams:
+        raise ConfigError(
+            f"drafter.aux_hidden_stream is {asked.aux_hidden_stream!r}; the target has "
+            f"{' and '.join(sorted(target.aux_hidden_streams))}",
+            origin={"target": target.origin},
+            hint="drafter.aux_hidden_stream=prefix",
+        )
     is_causal = asked.family == "eagle3"
     return DrafterContract(
         family=asked.family,
@@ -46,7 +60,7 @@ def drafter_contract(run: TrainRun, target: TargetContract) -> DrafterContract:
         target_hidden_size=target.hidden_size,
         target_vocab_size=target.vocab_size,
         target_layer_ids=tuple(TargetLayerId(layer) for layer in layers),
-        aux_hidden_stream="prefix",
+        aux_hidden_stream=asked.aux_hidden_stream,
         has_tap_norm=asked.tap_norm,
         block_size=asked.block_size,
         layout="autoregressive" if is_causal else asked.layout,

@@ -16,13 +16,19 @@ from paceline.training.anchors import Blocks
 from paceline.training.data import Batch
 from paceline.training.eagle3 import draft_chains
 from paceline.training.features import TargetFeatures
+from paceline.training.flex_attend import FlexBlocks
 from paceline.training.objective import Features, draft_blocks
 
 _HEAD_ROWS = 8192  # rows of logits at a time
 
 
 def states_after_labels(
-    drafter: Drafter, target: TargetFeatures, features: Features, batch: Batch, blocks: Blocks
+    drafter: Drafter,
+    target: TargetFeatures,
+    features: Features,
+    batch: Batch,
+    blocks: Blocks,
+    flex: FlexBlocks | None = None,
 ) -> Tensor:
     """The state behind every draft if all drafts before it were right, [B, A, K, D].
 
@@ -32,9 +38,11 @@ def states_after_labels(
         features: of these conversations.
         batch: the conversations.
         blocks: anchors and labels, of one row more than the contract drafts.
+        flex: as for `draft_blocks`; never of an EAGLE-3 drafter.
     """
     num_drafts = drafter.contract.num_draft_tokens
     if isinstance(drafter, Eagle3Drafter):
+        assert flex is None, "an EAGLE-3 drafter attends by dense masks"
         labels_BAQ = blocks.labels_BAQ
         return draft_chains(
             drafter,
@@ -46,7 +54,7 @@ def states_after_labels(
             lambda k, out_BAD: labels_BAQ[:, :, k],
         )
     rows = drafter.embed(drafter.block_ids(blocks.labels_BAQ[:, :, 0], num_drafts), target)
-    return drafter.predicted_rows(draft_blocks(drafter, features.taps, rows, blocks))
+    return drafter.predicted_rows(draft_blocks(drafter, features.taps, rows, blocks, flex))
 
 
 def greedy_drafts(drafter: Drafter, target: TargetFeatures, features: Features, batch: Batch, blocks: Blocks) -> Tensor:

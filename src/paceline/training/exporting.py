@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from paceline.checkpoint.calibration import Calibration
 from paceline.checkpoint.export import split_fused, write_drafter_folder
 from paceline.checkpoint.names import drafter_destinations
 from paceline.configuration.run import TrainRun
@@ -34,6 +35,7 @@ def export_drafter(
     identity: Mapping[str, object],
     step: int,
     ranks: Ranks,
+    calibration: Calibration | None = None,
 ) -> Path:
     """Write the folder, whole or not at all.
 
@@ -45,12 +47,13 @@ def export_drafter(
         identity: of the run, for the record.
         step: steps done.
         ranks: all of them must call; the first one writes.
+        calibration: of these very weights, if they were measured.
     Raises:
         CapacityError: the disk is full; nothing is left behind.
     """
     masters = {name: full_tensor(parameter) for name, parameter in parts.drafter.named_parameters()}
     record = {"step": step, **identity}
-    return ranks.first_only(lambda: _write(folder, run, parts, target, record, masters))
+    return ranks.first_only(lambda: _write(folder, run, parts, target, record, masters, calibration))
 
 
 def _write(
@@ -60,6 +63,7 @@ def _write(
     target: LoadedTarget,
     record: Mapping[str, object],
     masters: Mapping[str, Tensor],
+    calibration: Calibration | None,
 ) -> Path:
     contract, data = parts.contract, parts.data
     exported = empty_drafter(contract, torch.bfloat16, next(iter(masters.values())).device)
@@ -77,5 +81,6 @@ def _write(
         {**record, "data.files": file_hashes(run.data.files), "versions": versions()},
         draft_to_target=exported.vocabulary.target_ids_V,
         token_counts=count_response_tokens(data.train, contract.target_vocab_size),
+        calibration=calibration,
     )
     return folder

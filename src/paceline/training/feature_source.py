@@ -17,8 +17,8 @@ from paceline.capture.shards import ShardFolder
 from paceline.checkpoint.contract import DrafterContract
 from paceline.configuration.run import TrainRun
 from paceline.errors import CompatibilityError, DataError
+from paceline.models.attends import document_spans
 from paceline.models.loading import LoadedTarget
-from paceline.models.sequence_attend import document_spans
 from paceline.training.data import Batch, Conversations
 from paceline.training.features import TargetFeatures
 from paceline.training.objective import Features

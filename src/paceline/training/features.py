@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.checkpoint.contract import AuxHiddenStream, TargetLayerId
 from paceline.models.sequence_attend import sequence_attend
 from paceline.models.taps import TapCollector
-from paceline.models.targets.dense import DenseTarget
+from paceline.models.targets.target import Target
 from paceline.training.compiling import CompiledLayers
 from paceline.training.data import Batch
 from paceline.training.objective import Features
@@ -29,7 +29,7 @@ class TargetFeatures:
 
     def __init__(
         self,
-        target: DenseTarget,
+        target: Target,
         layer_ids: Sequence[TargetLayerId],
         stream: AuxHiddenStream = "prefix",
         *,

@@ -20,7 +20,7 @@ from paceline.training.batches import anchor_generators
 from paceline.training.data import Batch
 from paceline.training.exporting import export_drafter, export_folder
 from paceline.training.interrupt import StopRequest
-from paceline.training.measuring import measure_held_out
+from paceline.training.measuring import calibration_of, measure_held_out
 from paceline.training.optimizer import RateSchedule, make_optimizer
 from paceline.training.preparing import RunParts, prepare_run
 from paceline.training.provenance import run_identity
@@ -127,7 +127,12 @@ class _Run:
         self.run, self.target, self.parts, self.ranks, self.on_progress = run, target, parts, ranks, on_progress
         self.drafter, self.features, self.settings = parts.drafter, parts.features, parts.settings
         self.strategy = make_strategy(
-            self.drafter, self.features, self.settings.objective, ranks, run.distributed.strategy
+            self.drafter,
+            self.features,
+            self.settings.objective,
+            ranks,
+            run.distributed.strategy,
+            self.settings.flex,
         )
         self.optimizer = make_optimizer(
             self.drafter, weight_decay=run.optimizer.weight_decay, betas=run.optimizer.betas
@@ -142,6 +147,7 @@ class _Run:
         self.identity = run_identity(run, parts.data.train, target.model)
         self.checkpoints = run.output / "checkpoints"
         self.sinks: Sinks | None = None
+        self._measured: Mapping[str, object] = {}  # the newest row of held-out acceptance
 
     def execute(self, latest: Path | None) -> Outcome:
         """Train, evaluate, save, export."""
@@ -247,7 +253,7 @@ class _Run:
 
     def _evaluate(self, step: int) -> dict[str, object]:
         with self.strategy.whole():
-            return measure_held_out(
+            self._measured = row = measure_held_out(
                 self.run,
                 self.drafter,
                 self.features,
@@ -256,6 +262,7 @@ class _Run:
                 self.ranks,
                 mixed_precision=self.settings.mixed_precision,
             )
+        return row
 
     def _save(self, progress: Progress) -> Path:
         return save_state(
@@ -270,7 +277,11 @@ class _Run:
 
     def _export(self, step: int, *, is_last: bool) -> Path:
         folder = export_folder(self.run.output, step, is_last=is_last)
-        return export_drafter(folder, self.run, self.parts, self.target, self.identity, step, self.ranks)
+        is_measured = self._measured.get("step") == step
+        if is_last and not is_measured:  # killed between the last checkpoint and the export, then resumed
+            self._evaluate(step)
+        calibration = calibration_of(self._measured) if is_last or is_measured else None
+        return export_drafter(folder, self.run, self.parts, self.target, self.identity, step, self.ranks, calibration)
 
     def _give_up(self, step: int, batches: Sequence[Batch]) -> NoReturn:
         dump = self.run.output / f"non-finite-step-{step}.json"

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+import torch
+
+from paceline import __version__
+from paceline.checkpoint.calibration import LEAST_BLOCKS, Calibration
 from paceline.configuration.run import TrainRun
 from paceline.models.drafters.table import Drafter
 from paceline.training.data import Conversations
@@ -68,6 +73,8 @@ def measure_held_out(
             "all_anchor_length": found.all_anchor_length,
             "per_position": found.per_position,
             "num_conversations": count,
+            "num_greedy_steps": found.num_greedy_steps,
+            "greedy_kept": list(found.greedy_kept),
             **EvaluationCounters.pooled(ranks.gathered(counts)).row(),
         }
         _log.info(
@@ -99,4 +106,30 @@ def pooled(parts: Sequence[Simulation]) -> Simulation:
         all_anchor_length=1 + all_kept / num_anchors,
         per_position=tuple(count / num_steps for count in kept),
         per_conversation=tuple(walks),
+        num_greedy_steps=sum(part.num_greedy_steps for part in parts),
+        greedy_kept=_added([part.greedy_kept for part in parts if part.greedy_kept]),
     )
+
+
+def calibration_of(row: Mapping[str, object]) -> Calibration | None:
+    """What serving shall be held against, from a row of `measure_held_out`; None where it has too little greedy text.
+
+    Args:
+        row: of the weights that are exported.
+    """
+    measured = {name: found for name, found in row.items() if isinstance(found, dict) and found["num_greedy_steps"]}
+    num_blocks = sum(found["num_greedy_steps"] for found in measured.values())
+    if num_blocks < LEAST_BLOCKS:
+        return None
+    kept = _added([tuple(found["greedy_kept"]) for found in measured.values()])
+    return Calibration(
+        method="walk",
+        num_blocks=num_blocks,
+        per_position=tuple(count / num_blocks for count in kept),
+        texts=tuple(Path(name).name for name in measured),
+        recorded_with={"paceline": __version__, "torch": torch.__version__},
+    )
+
+
+def _added(counts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(map(sum, zip(*counts, strict=True)))

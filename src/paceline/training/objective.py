@@ -22,6 +22,7 @@ from paceline.models.drafters.table import Drafter
 from paceline.ops.linear_cross_entropy import LowRankBias, linear_cross_entropy
 from paceline.training.anchors import Blocks, block_visibility
 from paceline.training.dspark import confidence_loss, markov_codes
+from paceline.training.flex_attend import FlexBlocks, FlexBlocksOverContext
 from paceline.training.position_weighting import adaptive_weights, label_cross_entropy
 from paceline.training.selector import SelectorRows, selector_loss
 
@@ -94,7 +95,13 @@ def position_weights(block_size: int, gamma: float | None) -> Tensor:
     return torch.tensor(weights, dtype=torch.float32)
 
 
-def draft_blocks(drafter: BlockDrafter, taps: Sequence[Tensor], block_embeddings: Tensor, blocks: Blocks) -> Tensor:
+def draft_blocks(
+    drafter: BlockDrafter,
+    taps: Sequence[Tensor],
+    block_embeddings: Tensor,
+    blocks: Blocks,
+    flex: FlexBlocks | None = None,
+) -> Tensor:
     """Run a block drafter on all blocks of a batch at once, exactly as it will be served.
 
     Args:
@@ -103,6 +110,7 @@ def draft_blocks(drafter: BlockDrafter, taps: Sequence[Tensor], block_embeddings
         block_embeddings: [B, A, Q, D], what `drafter.embed` makes of [anchor, mask, ...]; with the layout
             anchor_sampling one row less than `blocks` has.
         blocks: positions and anchors; in packed rows, also where conversations lie.
+        flex: attend by flex attention; None takes dense masks.
     Returns:
         [B, A, Q, D] after the drafter's final norm.
     """
@@ -115,11 +123,15 @@ def draft_blocks(drafter: BlockDrafter, taps: Sequence[Tensor], block_embeddings
     context = drafter.backbone.context_kv(features, positions_BS)
     documents_BS = None if packing is None else packing.documents_BS
     kinds = list(zip(contract.layer_windows, contract.layer_causal, strict=True))
-    masks = {
-        kind: block_visibility(blocks.anchors_BA, Q, S, window=kind[0], causal=kind[1], documents_BS=documents_BS)
-        for kind in dict.fromkeys(kinds)
-    }
-    attend = BlocksOverContext(context, [masks[kind] for kind in kinds])
+    attend: BlocksOverContext | FlexBlocksOverContext
+    if flex is None:
+        masks = {
+            kind: block_visibility(blocks.anchors_BA, Q, S, window=kind[0], causal=kind[1], documents_BS=documents_BS)
+            for kind in dict.fromkeys(kinds)
+        }
+        attend = BlocksOverContext(context, [masks[kind] for kind in kinds])
+    else:
+        attend = flex.over_context(context, kinds, blocks.anchors_BA, Q, documents_BS)
     rows = block_embeddings.to(features.dtype).flatten(1, 2)
     last = drafter.backbone.position_table.shape[0] - 1
     positions_BR = blocks.positions_BAQ[..., :Q].flatten(1).clamp(max=last)

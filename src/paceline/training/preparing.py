@@ -9,6 +9,7 @@ from paceline.checkpoint.contract import DrafterContract
 from paceline.configuration.run import TrainRun
 from paceline.models.drafters.table import Drafter
 from paceline.models.loading import LoadedTarget
+from paceline.training.attention_choice import choose_attention
 from paceline.training.batches import StepBatches
 from paceline.training.contract import drafter_contract
 from paceline.training.data import Conversations, drop_short, join, read_conversations, split_held_out
@@ -93,7 +94,7 @@ def prepare_run(run: TrainRun, target: LoadedTarget, ranks: Ranks) -> RunParts:
     contract = drafter_contract(run, target.contract)
     features = _features(run, target, contract, data, ranks)
     drafter = starting_drafter(run, contract, target, data.train, ranks.device)
-    settings = _step_settings(run, ranks)
+    settings = _step_settings(run, contract, ranks)
     return RunParts(data, batches, contract, features, drafter, settings)
 
 
@@ -115,7 +116,7 @@ def _is_compiled(run: TrainRun, ranks: Ranks) -> bool:
     return wanted == "on" or (wanted == "auto" and ranks.device.type == "cuda")
 
 
-def _step_settings(run: TrainRun, ranks: Ranks) -> StepSettings:
+def _step_settings(run: TrainRun, contract: DrafterContract, ranks: Ranks) -> StepSettings:
     weights = run.objective.loss_weights
     return StepSettings(
         objective=Objective(
@@ -132,4 +133,5 @@ def _step_settings(run: TrainRun, ranks: Ranks) -> StepSettings:
         num_anchors=run.schedule.num_anchors,
         clip_norm=run.optimizer.clip_norm,
         mixed_precision=ranks.device.type == "cuda",
+        flex=choose_attention(run, contract, ranks.device, ranks.size),
     )

@@ -12,7 +12,7 @@ from paceline import __version__
 from paceline.capture.shards import MANIFEST_FILE
 from paceline.configuration.run import TrainRun
 from paceline.models.layers import DecoderLayer
-from paceline.models.targets.dense import DenseTarget
+from paceline.models.targets.target import Target
 from paceline.training.data import Conversations
 
 
@@ -25,7 +25,7 @@ def file_hashes(files: Sequence[Path]) -> dict[str, str]:
     return hashes
 
 
-def run_identity(run: TrainRun, train: Conversations, target: DenseTarget) -> dict[str, object]:
+def run_identity(run: TrainRun, train: Conversations, target: Target) -> dict[str, object]:
     """What makes two attempts the same run: settings that change the numbers, data, target."""
     settings = run.model_dump(
         mode="json", exclude={"output", "device", "evaluate", "checkpoint", "tracking", "distributed"}
@@ -37,8 +37,8 @@ def run_identity(run: TrainRun, train: Conversations, target: DenseTarget) -> di
     flat = {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
     digest = hashlib.sha256()
     last_layer = target.layers[-1]
-    assert isinstance(last_layer, DecoderLayer)
-    for parameter in (target.embed_tokens.weight, last_layer.mlp.down_proj.weight):
+    of_layer = [last_layer.mlp.down_proj.weight] if isinstance(last_layer, DecoderLayer) else last_layer.parameters()
+    for parameter in (target.embed_tokens.weight, *of_layer):
         digest.update(parameter.detach().float().cpu().numpy().tobytes())
     return {
         **flat,

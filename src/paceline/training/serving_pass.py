@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from paceline.engine.attends import AttentionChoice
+from paceline.engine.block_tables import BlockTables
 from paceline.engine.cache import KeyValueCache
-from paceline.engine.make_proposer import make_proposer
+from paceline.engine.make_proposer import make_proposer, spare_positions_of
 from paceline.engine.proposal import Rows
 from paceline.engine.settings import EngineSettings
 from paceline.engine.slots import SlotState
@@ -62,16 +63,16 @@ class ServingPass:
         weight, contract = target.model.norm.weight, target.contract
         self._num_drafts = drafter.num_draft_tokens
         self._choice = AttentionChoice.for_device(weight.device, is_row_invariant=target.linear_mode == "row_invariant")
-        capacity = max_tokens + 2 * self._num_drafts + 1
+        capacity = max_tokens + 2 * self._num_drafts + 1 + spare_positions_of(drafter, self._num_drafts)
+        tables = BlockTables.fixed(1, capacity=capacity, device=weight.device)
         settings = EngineSettings(max_num_seqs=1, draft_sample_method="greedy")
         self._proposer = make_proposer(
-            target, drafter, self._choice, settings, num_draft_tokens=self._num_drafts, capacity=capacity
+            target, drafter, self._choice, settings, num_draft_tokens=self._num_drafts, tables=tables
         )
         self._cache = KeyValueCache(
+            tables,
             num_layers=contract.num_layers,
-            num_slots=1,
             num_kv_heads=contract.num_kv_heads,
-            capacity=capacity,
             head_size=contract.head_size,
             dtype=weight.dtype,
             device=weight.device,

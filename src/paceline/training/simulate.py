@@ -14,11 +14,15 @@ import numpy as np
 import torch
 
 from paceline.models.drafters.table import Drafter
-from paceline.training.anchors import all_anchors, make_blocks
+from paceline.training.anchors import Blocks, all_anchors, make_blocks
 from paceline.training.data import Conversations
 from paceline.training.drafting import greedy_drafts
 from paceline.training.features import TargetFeatures
+from paceline.training.objective import Features
 from paceline.training.step import autocast
+
+_GREEDY_SHARE = 0.98  # of a conversation's tokens; the text of temperature 0.8 has some 0.8, and a near-tie may flip
+_SCORES = 2**25  # that exist at the same time
 
 
 @dataclass(frozen=True)
@@ -30,12 +34,17 @@ class Simulation:
         all_anchor_length: mean over every anchor; never quote it as acceptance.
         per_position: share of walk steps that kept draft i, unconditional.
         per_conversation: (tokens, steps) of each conversation's walk.
+        num_greedy_steps: steps of the walks over conversations whose tokens are the target's best ones; 0 where the
+            target's last states are not known.
+        greedy_kept: of them, those that kept draft i; what serving greedy requests is held against.
     """
 
     acceptance_length: float
     all_anchor_length: float
     per_position: tuple[float, ...]
     per_conversation: tuple[tuple[int, int], ...]
+    num_greedy_steps: int = 0
+    greedy_kept: tuple[int, ...] = ()
 
 
 def walk(accepted: Sequence[int], num_tokens: int) -> list[int]:
@@ -86,7 +95,8 @@ def simulate(
     """
     device = next(drafter.parameters()).device
     num_drafts = drafter.contract.num_draft_tokens
-    reached = np.zeros(num_drafts, np.int64)
+    reached, greedy_reached = np.zeros(num_drafts, np.int64), np.zeros(num_drafts, np.int64)
+    num_greedy_steps = 0
     all_accepted, num_anchors = 0, 0
     totals: list[tuple[int, int]] = []
     for first in range(0, len(conversations), batch_size):
@@ -95,7 +105,9 @@ def simulate(
         anchors, valid = all_anchors(batch.supervised_BS)
         blocks = make_blocks(batch.token_ids_BS, batch.supervised_BS, anchors, valid, num_drafts + 1)
         with autocast(device, mixed_precision):
-            ids = greedy_drafts(drafter, target, target(batch), batch, blocks)
+            features = target(batch)
+            ids = greedy_drafts(drafter, target, features, batch, blocks)
+            shares = _greedy_shares(target, features, blocks)
         labels = blocks.labels_BAQ[:, :, 1:]
         right = ids.eq(labels) & blocks.counts_BAQ[:, :, 1:]
         accepted_BA = right.long().cumprod(-1).sum(-1).cpu().numpy()
@@ -107,7 +119,10 @@ def simulate(
                 continue
             all_accepted, num_anchors = all_accepted + int(counts.sum()), num_anchors + len(counts)
             kept = counts[steps]
-            reached += (kept[:, None] > np.arange(num_drafts)).sum(0)
+            reached_here = (kept[:, None] > np.arange(num_drafts)).sum(0)
+            reached += reached_here
+            if shares[row] >= _GREEDY_SHARE:
+                num_greedy_steps, greedy_reached = num_greedy_steps + len(steps), greedy_reached + reached_here
             # A step whose bonus would pass the end delivers one token less, exactly as a length limit does in serving.
             totals.append((len(counts), len(steps)))
     num_steps = sum(steps for _, steps in totals)
@@ -118,4 +133,22 @@ def simulate(
         all_anchor_length=1 + all_accepted / num_anchors,
         per_position=tuple(float(x) / num_steps for x in reached),
         per_conversation=tuple(totals),
+        num_greedy_steps=num_greedy_steps,
+        greedy_kept=tuple(greedy_reached.tolist()) if num_greedy_steps else (),
     )
+
+
+def _greedy_shares(target: TargetFeatures, features: Features, blocks: Blocks) -> list[float]:
+    """How much of each conversation is what the target itself thinks best: 1 where it was written greedily."""
+    if not target.has_hidden:
+        return [0.0] * blocks.valid_BA.shape[0]
+    conversation, block = blocks.valid_BA.nonzero(as_tuple=True)
+    labels_R = blocks.labels_BAQ[conversation, block, 1]
+    hidden_RD = features.hidden_BSD[conversation, blocks.anchors_BA[conversation, block]]
+    is_best = torch.zeros(blocks.valid_BA.shape, dtype=torch.float32, device=labels_R.device)
+    portion = max(1, _SCORES // target.head_VD.shape[0])
+    for some in torch.arange(len(labels_R), device=labels_R.device).split(portion):
+        best_R = target.logits(hidden_RD[some]).argmax(-1)
+        is_best[conversation[some], block[some]] = best_R.eq(labels_R[some]).float()
+    shares: list[float] = (is_best.sum(1) / blocks.valid_BA.sum(1).clamp(min=1)).tolist()
+    return shares

@@ -13,6 +13,7 @@ from paceline.models.drafters.table import Drafter
 from paceline.training.anchors import Blocks, make_blocks, sample_anchors
 from paceline.training.data import Batch
 from paceline.training.features import TargetFeatures
+from paceline.training.flex_attend import FlexBlocks
 from paceline.training.objective import Objective, Scores, only_drafted
 from paceline.training.ranks import Ranks
 from paceline.training.strategies import Strategy, full_tensor, make_strategy
@@ -27,12 +28,14 @@ class StepSettings:
         num_anchors: blocks per row.
         clip_norm: largest gradient norm.
         mixed_precision: bf16 products on float32 masters (GPU); false computes all in float32.
+        flex: attention of the blocks; None takes dense masks.
     """
 
     objective: Objective
     num_anchors: int
     clip_norm: float
     mixed_precision: bool
+    flex: FlexBlocks | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def train_step(
     """
     if strategy is None:
         alone = Ranks.alone(next(drafter.parameters()).device)
-        strategy = make_strategy(drafter, target, settings.objective, alone, "ddp")
+        strategy = make_strategy(drafter, target, settings.objective, alone, "ddp", settings.flex)
     ranks, device = strategy.ranks, strategy.ranks.device
     num_rows = drafter.contract.num_draft_tokens + 1
     weights_Q = settings.objective.denominators(num_rows).to(device)

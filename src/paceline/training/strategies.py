@@ -22,6 +22,7 @@ from paceline.training.anchors import Blocks
 from paceline.training.data import Batch
 from paceline.training.drafting import states_after_labels
 from paceline.training.features import TargetFeatures
+from paceline.training.flex_attend import FlexBlocks
 from paceline.training.objective import Features, Objective, Scores, score_drafts
 from paceline.training.ranks import Ranks
 
@@ -33,18 +34,27 @@ class DraftScoring(nn.Module):
         drafter: float32 masters.
         target: lends embedding and head.
         objective: weights of the loss.
+        flex: attention of the blocks; None takes dense masks.
         touches_all: let every parameter take part in every backward, with gradient 0 where it has no other. A rank
             without a label might leave heads out, and the others wait for its share of their gradients.
     """
 
-    def __init__(self, drafter: Drafter, target: TargetFeatures, objective: Objective, *, touches_all: bool) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        target: TargetFeatures,
+        objective: Objective,
+        flex: FlexBlocks | None = None,
+        *,
+        touches_all: bool,
+    ) -> None:
         super().__init__()
         self.drafter = drafter
-        self._target, self._objective, self._touches_all = target, objective, touches_all
+        self._target, self._objective, self._flex, self._touches_all = target, objective, flex, touches_all
 
     def forward(self, features: Features, batch: Batch, blocks: Blocks) -> Scores:
         """Score every draft of every block."""
-        hidden_BAKD = states_after_labels(self.drafter, self._target, features, batch, blocks)
+        hidden_BAKD = states_after_labels(self.drafter, self._target, features, batch, blocks, self._flex)
         scores = score_drafts(self.drafter, hidden_BAKD, features, blocks, self._target.head_VD, self._objective)
         if not self._touches_all:
             return scores
@@ -137,7 +147,12 @@ class _Sharded(Strategy):
 
 
 def make_strategy(
-    drafter: Drafter, target: TargetFeatures, objective: Objective, ranks: Ranks, name: Literal["ddp", "fsdp"]
+    drafter: Drafter,
+    target: TargetFeatures,
+    objective: Objective,
+    ranks: Ranks,
+    name: Literal["ddp", "fsdp"],
+    flex: FlexBlocks | None = None,
 ) -> Strategy:
     """Share a drafter among ranks; make its optimizer afterwards, since parameters may become shards.
 
@@ -147,9 +162,10 @@ def make_strategy(
         objective: weights of the loss.
         ranks: the processes of the run; a process alone shares nothing.
         name: see `DistributedSettings`.
+        flex: attention of the blocks; None takes dense masks.
     """
     is_sharded = ranks.size > 1 and name == "fsdp"
-    scoring = DraftScoring(drafter, target, objective, touches_all=is_sharded)
+    scoring = DraftScoring(drafter, target, objective, flex, touches_all=is_sharded)
     if ranks.size == 1:
         return Strategy(scoring, ranks)
     for parameter in scoring.parameters():

@@ -12,7 +12,7 @@ from benchmarks.draft_length import Bench, later_speed, main, make_bench, parse,
 from benchmarks.paired_speeds import TimedRun
 from tests import tiny
 
-from paceline.engine import engine as engine_module
+from paceline.engine import loop as loop_module
 from paceline.engine.step_cost import StepCosts, StepCostTable
 from paceline.trace.step import StepRecord
 
@@ -20,7 +20,7 @@ from paceline.trace.step import StepRecord
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     costs = StepCosts(StepCostTable({(1, 1): 1.0, (1, 2): 2.0}), StepCostTable({(1, 1): 1.0}))
-    monkeypatch.setattr(engine_module, "measure_costs", lambda *_args, **_kwargs: costs)
+    monkeypatch.setattr(loop_module, "measure_costs", lambda *_args, **_kwargs: costs)
     target, drafter = tiny.loaded()
     drafters = {"trained": drafter, "untrained": untrained(drafter, target)}
     return make_bench(target, drafters, tuple(map(tuple, tiny.tiny_prompts([5, 9]))), 60)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.fakes import table_target
 from tests.tiny import loaded, tiny_prompts, tiny_target, wrap_target
+from tests.tiny_kimi import kimi_target, small_kimi_config
 
 from paceline.capture import lockstep
 from paceline.capture.engine_writer import EngineWriter
@@ -17,6 +18,7 @@ from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.request import SamplingParameters
 from paceline.errors import RequestError
 from paceline.models.loading import LoadedTarget
+from paceline.models.sequence_attend import sequence_attend
 
 VOCAB_SIZE, END, MAX_TOKENS = 32, 2, 40
 LENGTHS = [5, 1, 9, 3, 17, 4, 4, 2, 30, 6, 11, 8, 7, 5, 5]
@@ -153,3 +155,17 @@ def test_keys_give_numbers_that_last() -> None:
     assert key_number(0, "answer", "self-0", 0) == -4930058766370506064
     shares = [key_share(1, index) for index in range(2000)]
     assert 0.45 < sum(shares) / 2000 < 0.55 and min(shares) >= 0 and max(shares) < 1
+
+
+def test_a_hybrid_target_writes_what_its_whole_sequences_say() -> None:
+    """Rows of a batch shrink and end, and none carries another's state."""
+    config = small_kimi_config(4, 2, vocab_size=VOCAB_SIZE, eos_token_id=[END, 17])
+    target = wrap_target(kimi_target(config))  # type: ignore[arg-type]
+    wanted = requests(max_tokens=12)
+    passages = LockstepWriter(target, batch_size=4).write(wanted)
+    assert {passage.end for passage in passages} >= {"stop", "length"}
+    for request, passage in zip(wanted, passages, strict=True):
+        ids = torch.tensor([[*request.prompt_ids, *passage.token_ids]])
+        logits = target.model.logits(target.model(ids, ids, sequence_attend(target.model)))
+        chosen = logits[0, len(request.prompt_ids) - 1 : -1].argmax(-1).tolist()
+        assert chosen == list(passage.token_ids)

@@ -162,6 +162,38 @@ def test_nvfp4(weight: str, key: str, config: dict[str, Any]) -> None:
     assert (source.names(), source.shape("fc.weight"), scheme) == (["fc.weight"], (3, 32), "nvfp4")
 
 
+MXFP4 = compressed("float", 4, "group", "mxfp4-pack-quantized", group_size=32, scale_dtype="torch.uint8")
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
+def test_mxfp4(dtype: torch.dtype) -> None:
+    """Scales are exponents: 127 is 1."""
+    code = codes(3, 32, torch.uint8)
+    exponent = torch.tensor([[127, 120], [130, 127], [126, 0]], dtype=torch.uint8)
+    expected = reference(code, lambda row, column: 2.0 ** (int(exponent[row, column // 32]) - 127))
+    tensors = {"fc.weight_packed": code, "fc.weight_scale": exponent.view(dtype)}
+    assert deviation(tensors, MXFP4, expected) == 0.0
+    source, scheme = open_dequantized(MemorySource(tensors), MXFP4, origin="c")
+    assert (source.names(), source.shape("fc.weight"), scheme) == (["fc.weight"], (3, 64), "mxfp4")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weight_scale": torch.ones(2, 2, dtype=torch.uint8)}, r"is \[2, 2\]; mxfp4 of \[2, 32\] has \[2, 1\]"),
+        ({"weight_scale": torch.full((2, 1), 255, dtype=torch.uint8)}, "holds a value that is no scale"),
+        ({"weight_scale": torch.ones(2, 1)}, "fc.weight_scale is torch.float32, expected torch.uint8"),
+        ({"weight_packed": codes(2, 17, torch.uint8)}, "fc has 34 inputs; MXFP4 groups have 32"),
+        ({"weight_scale_2": torch.ones(1)}, "mxfp4 needs weight_scale"),
+    ],
+)
+def test_mxfp4_files_that_are_wrong(changes: dict[str, Tensor], message: str) -> None:
+    tensors = {"weight_packed": codes(2, 16, torch.uint8), "weight_scale": torch.ones(2, 1, dtype=torch.uint8)}
+    named = {f"fc.{kind}": tensor for kind, tensor in {**tensors, **changes}.items()}
+    with pytest.raises(CheckpointError, match=message):
+        open_dequantized(MemorySource(named), MXFP4, origin="c")[0].load("fc.weight")
+
+
 def test_low_nibble_comes_first() -> None:
     byte = torch.tensor([[0x21] + [0] * 7], dtype=torch.uint8)  # 0x1 is 0.5, 0x2 is 1.0
     tensors = {"fc.weight": byte, "fc.weight_scale": torch.ones(1, 1).to(FP8), "fc.weight_scale_2": torch.ones(())}

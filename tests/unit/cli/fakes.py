@@ -148,8 +148,11 @@ class FakeEngine:
 
 def fake_models(*, has_drafter: bool = True) -> Any:
     """What `load_models` returns, with nothing behind it."""
+    weight = SimpleNamespace(dtype="torch.float32", device=SimpleNamespace(type="cpu"))
     target = SimpleNamespace(
-        tokenizer=FakeTokenizer(), contract=SimpleNamespace(name="t", origin="t", vocab_size=1 << 17)
+        model=SimpleNamespace(norm=SimpleNamespace(weight=weight)),
+        tokenizer=FakeTokenizer(),
+        contract=SimpleNamespace(name="t", origin="t", vocab_size=1 << 17),
     )
     drafter = SimpleNamespace(contract=SimpleNamespace(origin="d", aux_hidden_stream="prefix")) if has_drafter else None
     return SimpleNamespace(target=target, drafter=drafter)

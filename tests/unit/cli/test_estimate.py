@@ -8,11 +8,17 @@ from typing import Any
 
 import numpy
 import pytest
+from tests.tiny_kimi import k3_tiny_config, kimi_contract
 from tests.unit.cli.folders import target_folder
 from tests.unit.cli.test_main import run
 
 from paceline.checkpoint.target_config import read_target_contract
-from paceline.cli.estimate import memory_terms, num_drafter_parameters, num_target_parameters
+from paceline.cli.estimate import (
+    memory_terms,
+    num_active_parameters,
+    num_drafter_parameters,
+    num_target_parameters,
+)
 from paceline.configuration.load import load_settings
 from paceline.configuration.run import TrainRun
 from paceline.training.contract import drafter_contract
@@ -121,3 +127,11 @@ def test_a_gpu_run_is_planned_where_there_is_no_gpu(
     given = [f'target.name="{folder}"', f'data.files=["{data}"]', "data.hold_out=8", "evaluate.num_conversations=8"]
     assert run(["train", str(RECIPE), *given, "device=cuda", "--dry-run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["time_minutes"] is None
+
+
+def test_of_a_mixture_a_token_meets_the_chosen_experts_alone() -> None:
+    contract = kimi_contract(k3_tiny_config())
+    assert num_target_parameters(contract) == 1_574_588 - 6 * 28  # its count has decay rates as wide as a head
+    assert num_active_parameters(contract) == num_target_parameters(contract) - 7 * 2 * 12_288
+    dense = kimi_contract(k3_tiny_config(num_experts=None))
+    assert num_active_parameters(dense) == num_target_parameters(dense)

@@ -102,3 +102,56 @@ def test_dry_run(engine: FakeEngine, arguments: list[str], capsys: pytest.Captur
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert found["num_prompts"] == {"first": 3}
     assert engine.num_steps == 0
+
+
+@pytest.fixture
+def drafter_folder(arguments: list[str], tmp_path: Path) -> Path:
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    arguments[3] = str(folder)
+    return folder
+
+
+def test_calibrate_writes_what_greedy_requests_accept(
+    engine: FakeEngine, arguments: list[str], drafter_folder: Path, tmp_path: Path
+) -> None:
+    from paceline.checkpoint.calibration import read_calibration
+
+    many = tmp_path / "many.jsonl"
+    many.write_text("".join(f'{{"id": "{index}", "prompt": "x"}}\n' for index in range(60)))
+    arguments[-1] = str(many)
+    assert run([*arguments, "--calibrate"]) == 0
+    found = read_calibration(drafter_folder)
+    assert found is not None
+    assert (found.method, found.num_blocks, found.texts) == ("served", 240, ("many.jsonl",))
+    assert found.per_position == (1.0, 1.0, 1.0, 0.0)
+    assert found.recorded_with["device"] == "cpu"
+
+
+def test_too_few_blocks_calibrate_nothing(
+    engine: FakeEngine, arguments: list[str], drafter_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*arguments, "--calibrate"]) == 1
+    assert "16 blocks; at least 200" in capsys.readouterr().err
+    assert list(drafter_folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("extra", "part"),
+    [
+        (["--temperature", "0.5", "--presence-penalty", "1"], "temperature, presence_penalty are set"),
+        (["--draft-length", "adaptive"], "draft_length is set"),
+        (["--draft-model", "owner/name"], "owner/name is none on this machine"),
+    ],
+)
+def test_only_plain_greedy_serving_calibrates_a_folder_of_ones_own(
+    engine: FakeEngine,
+    arguments: list[str],
+    drafter_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    extra: list[str],
+    part: str,
+) -> None:
+    assert run([*arguments, "--calibrate", *extra]) == 2
+    assert part in capsys.readouterr().err
+    assert engine.num_steps == 0 and list(drafter_folder.iterdir()) == []

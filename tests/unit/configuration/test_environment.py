@@ -44,6 +44,11 @@ def test_wrong_values_and_unknown_names_are_refused(name: str, value: str) -> No
         read_environment({name: value})
 
 
+@pytest.mark.parametrize(("value", "expected"), [("on", True), ("1", True), ("off", False), ("0", False)])
+def test_debug_is_on_or_off(value: str, expected: bool) -> None:
+    assert read_environment({"PACELINE_DEBUG": value}).debug is expected
+
+
 def test_secrets_are_not_shown() -> None:
     described = describe_environment({"HF_TOKEN": "secret", "HF_HOME": "/cache"})
     assert described["HF_TOKEN"] == "(set)"

@@ -30,7 +30,7 @@ def replaying(
     """An engine whose drafts are a known continuation of each prompt."""
 
     def script(slot: int) -> Sequence[int] | None:
-        request = engine._requests[engine.request_in_slot(slot)]
+        request = engine._loop.requests[engine.request_in_slot(slot)]
         return request.prompt_ids + tuple(text_after[request.prompt_ids])
 
     proposer = ReplayProposer(script, num_draft_tokens)

@@ -33,7 +33,7 @@ def make_state() -> SlotState:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 9])
-def test_chunks_end_at_multiples_and_only_the_last_plans_a_block(max_tokens: int) -> None:
+def test_only_the_last_chunk_plans_a_block(max_tokens: int) -> None:
     request, asked = make_request(2, max_tokens=max_tokens), []
 
     def plan() -> DraftPlan:
@@ -41,14 +41,30 @@ def test_chunks_end_at_multiples_and_only_the_last_plans_a_block(max_tokens: int
         return DraftPlan((3,))
 
     chunks = []
-    while request.num_prefilled < 10:
-        chunk = next_chunk(request, make_state(), SETTINGS, plan=plan, stopper=None)
+    for end in (4, 8, 10):
+        chunk = next_chunk(request, make_state(), SETTINGS, end=end, plan=plan, stopper=None)
         chunks.append((chunk.start, tuple(chunk.token_ids), chunk.next_id, chunk.plan is not None))
-        request.num_prefilled += len(chunk.token_ids)
-        assert (chunk.slot, chunk.verify_method) == (2, "match")
+        request.num_prefilled = end
+        assert (chunk.slot, chunk.verify_method, chunk.resumed_step) == (2, "match", None)
     has_block = max_tokens > 1  # the only token there is needs none behind it
     assert chunks == [(0, (0, 1, 2, 3), 4, False), (4, (4, 5, 6, 7), 8, False), (8, (8, 9), None, has_block)]
     assert asked == [8] * has_block
+
+
+def test_a_resumed_text_goes_up_to_its_anchor_and_every_token_is_known() -> None:
+    """B72: no chunk's end is guessed, and the last one drafts with the request's own step counter."""
+    request = make_request(1)
+    request.output.extend([50, 51, 52])
+    request.trace.records.extend([None] * 2)
+    request.prefill_goal, request.num_prefilled, request.held.context_start = 12, 4, 4
+    chunks = [next_chunk(request, make_state(), SETTINGS, end=8, plan=lambda: DraftPlan((3,)), stopper=None)]
+    request.num_prefilled = 8
+    chunks.append(next_chunk(request, make_state(), SETTINGS, end=12, plan=lambda: DraftPlan((3,)), stopper=None))
+    assert [tuple(chunk.token_ids) for chunk in chunks] == [(4, 5, 6, 7), (8, 9, 50, 51)]
+    assert [chunk.next_id for chunk in chunks] == [8, 52]
+    assert [chunk.resumed_step for chunk in chunks] == [None, 2]
+    assert [chunk.plan for chunk in chunks] == [None, DraftPlan((3,))]
+    assert {chunk.context_start for chunk in chunks} == {4}
 
 
 def test_a_step_has_rows_for_the_longest_waiting_block_that_it_may_verify() -> None:
@@ -69,6 +85,10 @@ def test_a_step_has_rows_for_the_longest_waiting_block_that_it_may_verify() -> N
         plan,
     )
     assert batch.grammar_mask_BTW is None
+    assert (batch.rows.context_starts, batch.rows.context_starts_B) == (None, None)
+    requests[1].held.context_start = 8
+    batch = step_batch(requests, make_state(), SETTINGS, plan, flags=flags, most_drafts=7, stopper=None)
+    assert batch.rows.context_starts == [0, 8] and batch.rows.context_starts_B.tolist() == [0, 8]
     requests[1].is_drafted = False
     batch = step_batch(requests, make_state(), SETTINGS, plan, flags=flags, most_drafts=7, stopper=None)
     assert not batch.writes_context

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from paceline.engine.counters import Counters
+from dataclasses import fields
+
+from tests.unit.engine.block_fakes import Bench
+
+from paceline.engine.block_stats import BlockStats
+from paceline.engine.counters import ComponentStats, Counters
 from paceline.engine.draft_planner import DraftPlanner
 from paceline.engine.step_cost import StepCosts, StepCostTable
 from paceline.trace.step import StepRecord
@@ -32,20 +37,24 @@ def test_a_snapshot_speaks_of_the_drafts_that_are_planned() -> None:
     planner = DraftPlanner(3, schedule=None, measure=lambda: StepCosts(FLAT, FLAT))
     counters = Counters(3)
     counters.num_steps, counters.total_step_ms = 4, 10.0
-    moment = {
-        "num_running": 1,
-        "num_waiting": 2,
-        "num_free_slots": 3,
-        "target_cache_bytes": 4,
-        "drafter_cache_bytes": 5,
-        "token_rules_bytes": 6,
-        "linear_mode": "plain",
-        "method": "dflash/greedy",
-    }
-    stats = counters.snapshot(planner, **moment)
-    assert {name: getattr(stats, name) for name in moment} == moment
+    components = ComponentStats(
+        target_weight_bytes=1,
+        drafter_weight_bytes=2,
+        target_cache_bytes=3,
+        drafter_cache_bytes=4,
+        token_rules_bytes=5,
+        linear_mode="plain",
+        attention="per_request",
+        implementations={},
+        method="dflash/greedy",
+    )
+    blocks = BlockStats.of(Bench(7, num_slots=3).scheduler)
+    stats = counters.snapshot(planner, blocks, components)
+    for part in (blocks, components):
+        assert {field.name: getattr(stats, field.name) for field in fields(part)} == vars(part)
+    assert (stats.num_blocks, stats.num_free_blocks, stats.num_free_slots) == (7, 7, 3)
     assert (stats.num_drafts, stats.num_probes, stats.mean_step_ms) == (3, 0, 2.5)
     controller = planner.prepare()
     controller.num_drafts, controller.num_probes, controller.num_switched_off = 0, 7, 1
-    stats = counters.snapshot(planner, **moment)
+    stats = counters.snapshot(planner, blocks, components)
     assert (stats.num_drafts, stats.num_probes, stats.num_switched_off) == (0, 7, 1)

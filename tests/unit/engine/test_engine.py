@@ -13,7 +13,7 @@ from tests.fakes import ByteTokenizer, scripted_target, table_target
 from tests.tiny import loaded, tiny_prompts, wrap_drafter
 from tests.unit.engine.replays import FlawedReplay, replaying
 
-import paceline.engine.engine as engine_module
+import paceline.engine.loop as loop_module
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.request import RequestResult, SamplingParameters
 from paceline.engine.step import StepOutput
@@ -223,7 +223,7 @@ def test_bad_numbers_end_one_request_and_spare_the_others() -> None:
             assert (infinite.finish_reason, infinite.token_ids) == ("error", (6,))
             assert (sound.finish_reason, sound.token_ids) == ("length", (4, 3) * 6)
             assert engine.stats().num_numeric_errors == 2
-            assert engine._cache.planes.isfinite().all(), "nothing bad waits for the slot's next owner"
+            assert engine._loop.parts.cache.planes.isfinite().all(), "nothing bad waits for the slot's next owner"
             (first,) = engine.generate([[5]], sampling)
             assert (first.finish_reason, first.token_ids, first.trace.first_token_id) == ("error", (), None)
 
@@ -240,7 +240,7 @@ def test_an_overflowing_draft_does_not_end_a_sound_request() -> None:
     assert (result.finish_reason, result.token_ids) == ("length", (1, 2, 3, 4, 0) * 2 + (1, 2))
     assert result.trace.token_ids == result.token_ids
     assert engine.stats().num_spoiled_blocks >= 1
-    assert engine._cache.planes.isfinite().all()
+    assert engine._loop.parts.cache.planes.isfinite().all()
 
 
 def test_missing_drafts_cannot_spoil_a_neighbour_of_drafted_requests() -> None:
@@ -266,14 +266,14 @@ def test_a_request_that_no_slot_can_hold_ends_and_lets_the_others_pass(
 ) -> None:
     target, drafter = loaded()
     engine = Engine(target, drafter, EngineSettings(max_num_seqs=1))
-    admit = engine._state.admit
+    admit = engine._loop.parts.state.admit
 
     def short_of_memory(slot: int, sampling: SamplingParameters, *rest, **options) -> None:
         if sampling.presence_penalty:
             raise RuntimeError("not enough memory: you tried to allocate 9 bytes")
         admit(slot, sampling, *rest, **options)
 
-    monkeypatch.setattr(engine._state, "admit", short_of_memory)
+    monkeypatch.setattr(engine._loop.parts.state, "admit", short_of_memory)
     prompts = tiny_prompts([5, 6, 7])
     with caplog.at_level(logging.ERROR):
         first, failed, last = engine.generate(prompts, [LONG, replace(LONG, presence_penalty=1.0), LONG])
@@ -337,7 +337,7 @@ def test_an_interrupted_step_is_done_again(story, monkeypatch: pytest.MonkeyPatc
         elif where == "before the host":
             patch.setattr(StepOutput, "to_host", interrupt)
         else:
-            patch.setattr(engine_module.Engine, "_passed_on", interrupt)
+            patch.setattr(loop_module.EngineLoop, "_deliver", interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     while engine.has_unfinished():
@@ -471,9 +471,9 @@ def test_stats_agree_with_the_traces() -> None:
     assert stats.num_prefill_tokens == 18
     assert (stats.method, stats.linear_mode) == ("dflash/greedy", "row_invariant")
     assert stats.num_impossible_drafts == 0
-    capacity = 512 + 3 + 1
-    assert stats.target_cache_bytes == 4 * 2 * 3 * 2 * capacity * 16 * 4
-    assert stats.drafter_cache_bytes == 2 * 2 * 3 * 2 * capacity * 16 * 4
+    num_rows = (1 + 2 * 17) * 32  # 512 + 3 + 1 positions in blocks of 32, and block 0
+    assert stats.target_cache_bytes == 4 * 2 * 2 * num_rows * 16 * 4
+    assert stats.drafter_cache_bytes == 2 * 2 * 2 * num_rows * 16 * 4
     assert all(record.step_ms > 0 for record in records)
     for result in results:
         assert result.trace.total_ms >= result.trace.prefill_ms > 0

@@ -12,7 +12,7 @@ from tests.fakes import TableProposer, table_target
 from tests.tiny import loaded, tiny_drafter_contract, tiny_prompts
 
 from paceline.checkpoint.contract import ConfidenceSettings
-from paceline.engine import engine as engine_module
+from paceline.engine import loop as loop_module
 from paceline.engine.canary import ReplayProposer
 from paceline.engine.draft_stopper import DraftStopper
 from paceline.engine.engine import Engine, EngineSettings
@@ -40,7 +40,7 @@ def costs(*, row_ms: float, draft_ms: float, plain_ms: float = 10.0) -> StepCost
 
 
 def made_up(monkeypatch: pytest.MonkeyPatch, **parts: float) -> None:
-    monkeypatch.setattr(engine_module, "measure_costs", lambda *_args, **_kwargs: costs(**parts))
+    monkeypatch.setattr(loop_module, "measure_costs", lambda *_args, **_kwargs: costs(**parts))
 
 
 def with_mode(mode: str | None, **changes: Any) -> SamplingParameters:
@@ -82,7 +82,7 @@ def test_lengths_that_change_all_the_time_change_no_text(monkeypatch: pytest.Mon
         plain = texts(Engine(target).generate(prompts, GREEDY))
         engine = Engine(target, drafter, EngineSettings(draft_length="adaptive"))
         sequence = iter([3, 0, 7, 1, 0, 0, 5, 2, 7, 7, 4, 0, 6] * 40)
-        engine._planner.prepare().next_num_drafts = lambda _size, sequence=sequence: next(sequence)
+        engine._loop.drafting.planner.prepare().next_num_drafts = lambda _size, sequence=sequence: next(sequence)
         assert texts(engine.generate(prompts, GREEDY)) == plain, family
 
 
@@ -126,7 +126,7 @@ def test_a_useless_drafter_costs_nothing_once_it_is_given_up(monkeypatch: pytest
     engine = Engine(target, drafter, EngineSettings(draft_length="adaptive", max_num_seqs=2))
     prompts = tiny_prompts([4] * 12)
     engine.generate(prompts[:2], with_mode(None, max_tokens=200))
-    assert engine._planner.has_given_up
+    assert engine._loop.drafting.planner.has_given_up
     written: list[int] = []
     write = BlockProposer.write_context
     monkeypatch.setattr(BlockProposer, "write_context", lambda *args: written.append(args[1].num_rows) or write(*args))
@@ -152,7 +152,7 @@ def test_a_given_up_drafter_is_found_good_by_a_new_request(monkeypatch: pytest.M
     )
     for _ in range(8):
         engine.generate([prompt], GREEDY)
-    assert engine._planner.has_given_up
+    assert engine._loop.drafting.planner.has_given_up
     scripts.append(right)
     lengths: list[int] = []
     for _ in range(12):
@@ -184,14 +184,14 @@ def test_a_step_has_as_many_rows_as_its_longest_block(monkeypatch: pytest.Monkey
     target, drafter = loaded()
     engine = Engine(target, drafter, EngineSettings(max_num_seqs=2))
     chosen = iter([2, 2, 0, 1, 3, *[0] * 100])
-    engine._planner.prepare().next_num_drafts = lambda _size: next(chosen)
-    rows, decode = [], engine_module.decode_step
+    engine._loop.drafting.planner.prepare().next_num_drafts = lambda _size: next(chosen)
+    rows, decode = [], loop_module.decode_step
 
     def watched(*args: Any) -> Any:
         rows.append(args[-1].rows.num_rows)
         return decode(*args)
 
-    monkeypatch.setattr(engine_module, "decode_step", watched)
+    monkeypatch.setattr(loop_module, "decode_step", watched)
     engine.generate(tiny_prompts([4, 4]), [with_mode("adaptive"), with_mode("off")])
     assert rows[:6] == [3, 3, 1, 2, 4, 1]
     rows.clear()
@@ -237,7 +237,7 @@ def test_unlikely_drafts_are_held_back_and_the_trials_judge_whole_blocks(monkeyp
     made_up(monkeypatch, row_ms=2.0, draft_ms=0.0)
     target, drafter = loaded(drafter_family="dspark", confidence=ConfidenceSettings(with_markov=True))
     engine = Engine(target, drafter, EngineSettings(draft_length="adaptive", max_num_seqs=1))
-    engine._planner.prepare().next_num_drafts = lambda _size: 7
+    engine._loop.drafting.planner.prepare().next_num_drafts = lambda _size: 7
     plain = texts(Engine(target).generate(tiny_prompts([4]), GREEDY))
     results = engine.generate(tiny_prompts([4]), GREEDY)
     lengths = [record.num_draft_tokens for record in results[0].trace.records]
@@ -254,8 +254,8 @@ def test_the_estimator_learns_from_blocks_without_rules_only(monkeypatch: pytest
     for changes, teaches in (({}, True), ({"repetition_penalty": 1.5}, False)):
         engine = Engine(target, drafter, EngineSettings(draft_length="adaptive", draft_sample_method="probabilistic"))
         engine.generate(tiny_prompts([4]), with_mode(None, temperature=1.0, seed=1, **changes))
-        assert engine._stopper is not None and engine._stopper.estimator is not None
-        assert (engine._stopper.estimator._sums_6K[5].sum().item() > 0) == teaches
+        assert engine._loop.drafting.stopper is not None and engine._loop.drafting.stopper.estimator is not None
+        assert (engine._loop.drafting.stopper.estimator._sums_6K[5].sum().item() > 0) == teaches
 
 
 TABLE = torch.randn(8, 8, generator=torch.Generator().manual_seed(3)).mul(1.5).log_softmax(-1)
@@ -268,7 +268,7 @@ def transitions_of(verify_method: str) -> torch.Tensor:
     proposer = TableProposer(drafts, tiny_drafter_contract(target.contract), method="probabilistic")
     settings = EngineSettings(max_num_seqs=32, draft_length="adaptive", verify_method=verify_method)
     engine = Engine(target, None, settings, proposer=proposer)
-    controller = engine._planner.prepare()
+    controller = engine._loop.drafting.planner.prepare()
     controller.next_num_drafts = lambda _size: 3
     controller.thresholds = lambda _size, _count: [0.45, 0.2, 0.1]
     counts = torch.zeros(8, 8)
@@ -307,9 +307,7 @@ def test_holding_back_keeps_the_distribution_and_peeking_at_the_drawn_token_does
 
 def test_costs_are_measured_once_and_only_for_who_adapts(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    monkeypatch.setattr(
-        engine_module, "measure_costs", lambda *_a, **_k: calls.append(1) or costs(row_ms=1, draft_ms=1)
-    )
+    monkeypatch.setattr(loop_module, "measure_costs", lambda *_a, **_k: calls.append(1) or costs(row_ms=1, draft_ms=1))
     target, drafter = loaded()
     engine = Engine(target, drafter)
     engine.generate(tiny_prompts([4]), GREEDY)

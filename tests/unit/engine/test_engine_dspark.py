@@ -13,7 +13,7 @@ from tests.unit.engine.test_engine_sampling import TABLE, VOCAB, p_value, run
 from tests.unit.engine.test_proposal import make_proposer, serve
 
 from paceline.checkpoint.contract import ConfidenceSettings, LatentAttentionSettings, MarkovSettings
-from paceline.engine.canary import count_equal_drafts
+from paceline.engine.canary_drafts import count_equal_drafts
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.proposal import Proposer, Rows
 from paceline.engine.request import SamplingParameters
@@ -50,7 +50,7 @@ def test_any_dspark_leaves_greedy_output_unchanged_and_drafts_what_it_should(nam
     assert {record.num_draft_tokens for result in found for record in result.trace.records} == {num_drafts}
     report = engine.canary()
     assert report.has_passed and not report.refusals
-    assert report.num_equal == report.num_compared >= 50
+    assert report.num_equal == report.num_compared >= 20  # blocks
 
 
 @pytest.mark.parametrize("name", ["vanilla", "fill_in", "rnn", "reduced", "latent"])

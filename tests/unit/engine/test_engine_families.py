@@ -16,7 +16,7 @@ from tests.tiny import loaded, tiny_drafter, tiny_prompts, wrap_drafter
 from tests.unit.engine.test_engine_sampling import SAMPLING, TABLE, VOCAB, p_value
 
 from paceline.checkpoint.contract import ConvolutionSettings, LatentAttentionSettings, SelectorSettings, TargetLayerId
-from paceline.engine.canary import count_equal_drafts
+from paceline.engine.canary_drafts import count_equal_drafts
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.request import SamplingParameters
 from paceline.models.drafters.proposal import Proposal

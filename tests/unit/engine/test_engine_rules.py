@@ -149,8 +149,8 @@ def test_counts_on_the_device_are_those_of_the_output_after_every_step(target: L
         engine.add_request(prompt, sampling)
     while engine.has_unfinished():
         engine.step()
-        for request in engine._running:
-            counts = engine._state.tokens._penalties.output_counts_BV[request.slot]
+        for request in engine._loop.scheduler.running:
+            counts = engine._loop.parts.state.tokens._penalties.output_counts_BV[request.slot]
             output = torch.tensor(request.output.token_ids)
             assert torch.equal(counts.long(), torch.bincount(output, minlength=512))
 

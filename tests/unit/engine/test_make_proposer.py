@@ -6,12 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.caches import fixed_tables
 from tests.tiny import loaded
 
 from paceline.engine.attends import AttentionChoice
-from paceline.engine.make_proposer import make_proposer, refuse_another_target
+from paceline.engine.make_proposer import make_proposer, refuse_another_target, spare_positions_of
 from paceline.engine.proposal import BlockProposer
-from paceline.engine.sequential_proposal import SequentialProposer, spare_positions
+from paceline.engine.sequential_proposal import SequentialProposer
 from paceline.engine.settings import EngineSettings
 from paceline.errors import CompatibilityError
 
@@ -19,18 +20,15 @@ CHOICE = AttentionChoice(is_batched=False, is_row_invariant=True)
 
 
 @pytest.mark.parametrize(("family", "spare"), [("dflash", 0), ("dflash2", 0), ("dspark", 0), ("eagle3", 4)])
-def test_each_family_gets_its_proposer_and_a_cache_of_the_engines_size(family: Any, spare: int) -> None:
+def test_each_family_gets_its_proposer_and_a_cache_over_the_engines_blocks(family: Any, spare: int) -> None:
     target, drafter = loaded(drafter_family=family)
     settings = EngineSettings(max_num_seqs=3)
-    proposer = make_proposer(target, drafter, CHOICE, settings, num_draft_tokens=4, capacity=50)
+    proposer = make_proposer(target, drafter, CHOICE, settings, num_draft_tokens=4, tables=fixed_tables(3, 50))
     assert isinstance(proposer, SequentialProposer if family == "eagle3" else BlockProposer)
     assert proposer.num_draft_tokens == 4
     assert proposer.cache is not None
-    if family == "eagle3":
-        spare = spare_positions(4)
-    planes = proposer.cache.planes
-    assert planes.shape[2] == 3 + 1, "three slots and the trash"
-    assert planes.shape[4] == 50 + spare
+    assert spare_positions_of(drafter, 4) == spare
+    assert proposer.cache.planes.shape[3:5] == (1 + 3 * 7, 8), "seven blocks for each slot, and the trash"
 
 
 @pytest.mark.parametrize(
@@ -44,7 +42,7 @@ def test_each_family_gets_its_proposer_and_a_cache_of_the_engines_size(family: A
 )
 def test_how_drafts_are_drawn(settings: EngineSettings, name: str) -> None:
     target, drafter = loaded()
-    assert make_proposer(target, drafter, CHOICE, settings, num_draft_tokens=4, capacity=50).name == name
+    assert make_proposer(target, drafter, CHOICE, settings, num_draft_tokens=4, tables=fixed_tables(3, 50)).name == name
 
 
 def test_a_drafter_of_another_target_is_refused() -> None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.caches import fixed_tables, make_cache
 
 from paceline.engine.attends import AttentionChoice, attend_block
-from paceline.engine.cache import KeyValueCache
 
 WINDOW, ANCHOR, NUM_ROWS = 4, 10, 4
 LENGTH = ANCHOR + NUM_ROWS
@@ -25,16 +25,7 @@ TRANSFORMERS = [(6, 13), (7, 13), (8, 13), (9, 13)]  # the distance is inclusive
 
 
 def seen(choice: AttentionChoice, window: int, *, is_causal: bool) -> list[tuple[int, int]]:
-    cache = KeyValueCache(
-        num_layers=1,
-        num_slots=1,
-        num_kv_heads=1,
-        capacity=LENGTH + 2,
-        head_size=16,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
-    cache.planes.zero_()
+    cache = make_cache(fixed_tables(1, LENGTH + 2), num_kv_heads=1, head_size=16)
     values = torch.eye(16)[:LENGTH]
     cache.write_rows(0, 0, 0, torch.zeros(ANCHOR, 1, 16), values[:ANCHOR, None])
     attend = attend_block(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.caches import stored
 from tests.tiny import loaded, tiny_prompts
 
 from paceline.engine.engine import Engine, EngineSettings
@@ -21,8 +22,8 @@ def test_chunks_of_any_size_leave_the_same_bits(chunk_size: int) -> None:
         for _ in range(-(-20 // size) - 1):
             assert engine.step() == [], "a chunk that is not the last delivers nothing"
         (delta, *_) = engine.step()
-        planes = [cache.planes[:, :, 0, :, :20] for cache in (engine._cache, engine._proposer.cache)]
-        found.append((delta.token_ids, engine._state.draft_ids[0].tolist(), planes))
+        planes = [stored(cache, 0, 0, 20) for cache in (engine._loop.parts.cache, engine._loop.parts.proposer.cache)]
+        found.append((delta.token_ids, engine._loop.parts.state.draft_ids[0].tolist(), planes))
     assert found[0][:2] == found[1][:2]
     assert all(torch.equal(a, b) for a, b in zip(found[0][2], found[1][2], strict=True))
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
+from tests.caches import fixed_tables, make_cache, store, stored
 from tests.tiny import loaded, tiny_prompts
 
+from paceline.engine import proposal as proposal_module
 from paceline.engine.attends import AttentionChoice
-from paceline.engine.cache import KeyValueCache
-from paceline.engine.canary import count_equal_drafts
+from paceline.engine.canary_drafts import count_equal_drafts
 from paceline.engine.proposal import BlockProposer, Rows
 from paceline.engine.request import SamplingParameters
 from paceline.engine.slots import SlotState
 from paceline.models.attends import WholeSequence
 from paceline.models.drafters.dflash import DFlashDrafter
+from paceline.models.drafters.proposal import Proposal
 from paceline.models.loading import LoadedDrafter, LoadedTarget
 from paceline.models.taps import TapCollector
 
@@ -24,14 +29,11 @@ def make_proposer(
     target: LoadedTarget, drafter: LoadedDrafter, *, is_batched: bool, method: str = "greedy", num_draft_tokens: int = 7
 ) -> BlockProposer:
     num_kv_heads, head_size = drafter.model.backbone.cache_shape
-    cache = KeyValueCache(
+    cache = make_cache(
+        fixed_tables(2, 64),
         num_layers=drafter.contract.num_layers,
-        num_slots=2,
         num_kv_heads=num_kv_heads,
-        capacity=64,
         head_size=head_size,
-        dtype=torch.float32,
-        device=CPU,
     )
     choice = AttentionChoice(is_batched=is_batched, is_row_invariant=False)
     return BlockProposer(target.model, drafter.model, cache, choice, num_draft_tokens=num_draft_tokens, method=method)
@@ -73,6 +75,40 @@ def test_drafts_equal_those_of_the_whole_text_and_ignore_rows_behind_the_context
                 drafts = serve(proposer, target, texts, num_junk=5)
                 for text, block in zip(texts, drafts, strict=True):
                     assert count_equal_drafts(target.model, drafter, text, [(13, block)]) == 7
+
+
+@pytest.mark.parametrize("is_batched", [False, True])
+@pytest.mark.parametrize("drafter_family", ["dflash", "dflash2", "dspark"])
+def test_context_below_its_start_does_not_exist(
+    drafter_family: str, is_batched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """T7.7: after a prefix hit that lacks draft context, whatever lies there is never read."""
+    target, drafter = loaded(linear_mode="plain", drafter_family=drafter_family)
+    texts, firsts = tiny_prompts([14, 14]), [9, 0]
+
+    def drafts(junk: float) -> list[list[int]]:
+        proposer = make_proposer(target, drafter, is_batched=is_batched)
+        propose = proposer.propose
+
+        def after_a_hit(rows: Rows, state: SlotState, **options: Any) -> Proposal:
+            for slot, first in zip(rows.slots, firsts, strict=True):
+                store(proposer.cache, slot, torch.full_like(stored(proposer.cache, slot, 0, first), junk))
+            return propose(
+                replace(rows, context_starts=firsts, context_starts_B=torch.tensor(firsts)), state, **options
+            )
+
+        proposer.propose = after_a_hit
+        return serve(proposer, target, texts, num_junk=2)
+
+    honest = drafts(0.0)
+    assert drafts(torch.nan) == honest
+    # The other request is as it was, and the first one drafts from what is left.
+    assert honest[1] == serve(make_proposer(target, drafter, is_batched=is_batched), target, texts, num_junk=2)[1]
+    attend = proposal_module.attend_block
+    for lost in ("context_starts", "context_starts_B"):
+        monkeypatch.setattr(proposal_module, "attend_block", lambda *a, lost=lost, **o: attend(*a, **o | {lost: None}))
+        is_read = lost == ("context_starts_B" if is_batched else "context_starts")
+        assert (drafts(torch.nan) != honest) == is_read
 
 
 def test_fewer_drafts_than_trained_means_fewer_rows() -> None:

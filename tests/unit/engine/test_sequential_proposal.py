@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.caches import bystanders, fixed_tables, make_cache, store, stored
 from tests.tiny import loaded, tiny_prompts
 from torch import Tensor
 
 from paceline.checkpoint.contract import Eagle3Settings
+from paceline.engine import sequential_proposal
 from paceline.engine.attends import AttentionChoice
-from paceline.engine.cache import KeyValueCache
 from paceline.engine.direct_drafts import CausalWindows, direct_sequential_drafts
 from paceline.engine.draft_stopper import DraftPlan
 from paceline.engine.engine import Engine, EngineSettings
@@ -58,21 +59,11 @@ class Bench:
         assert isinstance(drafter.model, Eagle3Drafter)
         self.drafter, self.choice, self.sampling = drafter.model, choice, sampling or SamplingParameters()
         self.flags = SamplingFlags.of([self.sampling])
-        sizes: dict[str, Any] = {"num_slots": 3, "dtype": torch.float32, "device": CPU}
+        tables = fixed_tables(3, 64 + spare_positions(num_draft_tokens))
         contract, own = self.target.contract, drafter.contract
-        self.cache = KeyValueCache(
-            num_layers=contract.num_layers,
-            num_kv_heads=contract.num_kv_heads,
-            head_size=contract.head_size,
-            capacity=64,
-            **sizes,
-        )
-        self.own_cache = KeyValueCache(
-            num_layers=own.num_layers,
-            num_kv_heads=own.num_kv_heads,
-            head_size=own.head_size,
-            capacity=64 + spare_positions(num_draft_tokens),
-            **sizes,
+        self.cache, self.own_cache = (
+            make_cache(tables, num_layers=each.num_layers, num_kv_heads=each.num_kv_heads, head_size=each.head_size)
+            for each in (contract, own)
         )
         self.proposer = SequentialProposer(
             self.target.model, self.drafter, self.own_cache, choice, num_draft_tokens=num_draft_tokens, method=method
@@ -88,8 +79,9 @@ class Bench:
             end = min(start + chunk_size, len(prompt))
             next_id = prompt[end] if end < len(prompt) else None
             chunk = PrefillChunk(slot, prompt[start:end], start, next_id, self.flags, self.plan(1))
-            first = prefill_chunk(self.target.model, self.proposer, self.cache, self.state, self.choice, chunk)
-        assert first is not None
+            output = prefill_chunk(self.target.model, self.proposer, self.cache, self.state, self.choice, chunk)
+        assert output is not None
+        (first,) = output.to_host()
         return first.token_ids[0]
 
     def plan(self, num_requests: int) -> DraftPlan:
@@ -183,7 +175,7 @@ def test_keys_and_values_hold_the_same_bits_as_after_one_pass_over_the_text() ->
     fresh = Bench(models)
     assert fresh.prefill(2, text[:length]) == text[length]
     for cache in ("cache", "own_cache"):
-        kept, expected = (getattr(each, cache).planes[:, :, 2, :, :length] for each in (bench, fresh))
+        kept, expected = (stored(getattr(each, cache), 2, 0, length) for each in (bench, fresh))
         assert torch.equal(kept, expected), cache
     assert bench.waiting(2) == fresh.waiting(2)
 
@@ -227,7 +219,7 @@ def first_block(chunk_size: int, prompt: list[int]) -> tuple[list[int], Tensor, 
     settled = bench.proposer._settled
     assert settled is not None
     logits = bench.drafter.logits(settled.out_B1D, bench.target.model)
-    return bench.waiting(0), bench.own_cache.planes[:, :, 0, :, : len(prompt)], logits
+    return bench.waiting(0), stored(bench.own_cache, 0, 0, len(prompt)), logits
 
 
 @pytest.mark.parametrize("chunk_size", [1, 7, 13, 25, 26])
@@ -269,10 +261,12 @@ def test_the_engine_hands_over_the_next_prompt_token() -> None:
     for size in (1, 6, 19, 512):
         engine = Engine(*models, EngineSettings(max_num_seqs=1, prefill_chunk_size=size))
         name = engine.add_request(prompt, SamplingParameters(max_tokens=8, ignore_eos=True))
-        while not engine._running or not engine._running[0].is_decoding:
+        while not engine._loop.scheduler.running or not engine._loop.scheduler.running[0].is_decoding:
             engine.step()
-        assert engine._proposer is not None and engine._proposer.cache is not None
-        found.append((engine._proposer.cache.planes[:, :, 0, :, :20], engine._state.draft_ids[0].tolist()))
+        assert engine._loop.parts.proposer is not None and engine._loop.parts.proposer.cache is not None
+        found.append(
+            (stored(engine._loop.parts.proposer.cache, 0, 0, 20), engine._loop.parts.state.draft_ids[0].tolist())
+        )
         engine.abort(name)
     assert all(torch.equal(planes, found[0][0]) and drafts == found[0][1] for planes, drafts in found)
 
@@ -296,13 +290,12 @@ def test_ragged_batches_draft_what_single_requests_do(choice: AttentionChoice, c
             length = int(bench.state.lengths[slot])
             bench.offer(slot, flawed(texts[slot][length + 1 : length + 4], (index + 2 * slot) % 4))
         slots = [[0, 1, 2], [2, 0], [1, 2, 0], [1, 0]][index]
-        bystanders = {slot: bench.own_cache.planes[:, :, slot].clone() for slot in {0, 1, 2} - set(slots)}
+        before = bystanders(bench.own_cache, slots)
         bench.step(slots, 4)
         for slot in slots:
             length = int(bench.state.lengths[slot])
             assert bench.waiting(slot) == bench.direct(texts[slot][: length + 1])
-        for slot, planes in bystanders.items():
-            assert torch.equal(bench.own_cache.planes[:, :, slot], planes)
+        assert torch.equal(bystanders(bench.own_cache, slots), before)
 
 
 @pytest.mark.parametrize("choice", [BATCHED, EXACT, ROW_INVARIANT], ids=["batched", "exact", "row-invariant"])
@@ -323,8 +316,41 @@ def test_refused_rows_may_hold_anything(choice: AttentionChoice) -> None:
         bench.proposer.write_context(rows, taps, torch.arange(8, 12)[None])
         bench.proposer.settle(rows, torch.tensor([text[8:12]]), torch.tensor([10]), torch.tensor([text[10]]))
         found.append(bench.proposer.propose(rows, bench.state, all_greedy=True).ids_BK.tolist())
-        assert bench.own_cache.planes[:, :, 1].isfinite().all()
+        assert bench.own_cache.planes.isfinite().all()
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("choice", [BATCHED, EXACT, ROW_INVARIANT], ids=["batched", "exact", "row-invariant"])
+@torch.inference_mode()
+def test_keys_below_the_context_start_do_not_exist(choice: AttentionChoice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T7.7: in the pass over the settled rows and in those behind it; and both faults planted."""
+    models, text = eagle3(linear_mode="plain", **DEEP), tiny_prompts([12])[0]
+    taps = [torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(t)) for t in range(3)]
+
+    def drafts(junk: float) -> list[list[int]]:
+        bench = Bench(models, choice)
+        bench.prefill(1, text[:8])
+        store(bench.own_cache, 1, torch.full_like(stored(bench.own_cache, 1, 0, 5), junk))
+        starts_B = torch.tensor([8])
+        rows = Rows([1], torch.tensor([1]), [8], starts_B, 4, context_starts=[5], context_starts_B=torch.tensor([5]))
+        bench.state.restore(1, length=10, anchor=text[10], step=1)
+        bench.proposer.write_context(rows, taps, torch.arange(8, 12)[None])
+        bench.proposer.settle(rows, torch.tensor([text[8:12]]), torch.tensor([10]), torch.tensor([text[10]]))
+        return bench.proposer.propose(rows, bench.state, all_greedy=True).ids_BK.tolist()
+
+    honest = drafts(0.0)
+    assert drafts(torch.nan) == honest
+    attend = sequential_proposal.write_then_attend
+    for num_rows in (4, 1):  # of the pass that forgets
+
+        def forgetful(*arguments: Any, num_rows_hit: int = num_rows, **options: Any) -> Any:
+            if options["num_rows"] == num_rows_hit:
+                options |= {"context_starts": None, "context_starts_B": None}
+            return attend(*arguments, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(sequential_proposal, "write_then_attend", forgetful)
+            assert drafts(torch.nan) != honest
 
 
 # --- how many, how far, how drawn ---

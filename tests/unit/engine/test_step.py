@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.caches import bystanders, fixed_tables, make_cache, stored
 from tests.tiny import loaded, tiny_prompts
 
 from paceline.checkpoint.contract import DrafterFamily
 from paceline.engine import step as step_module
 from paceline.engine.attends import AttentionChoice, attend_block
-from paceline.engine.cache import KeyValueCache
 from paceline.engine.draft_stopper import DraftPlan, DraftStopper
 from paceline.engine.prefill import PrefillChunk, prefill_chunk
 from paceline.engine.proposal import BlockProposer, Rows
@@ -32,16 +32,11 @@ class Bench:
 
     def __init__(self, target: LoadedTarget, drafter: LoadedDrafter, choice: AttentionChoice = ROW_INVARIANT) -> None:
         self.target, self.choice = target, choice
-        sizes = {"num_slots": 3, "capacity": 64, "dtype": torch.float32, "device": CPU}
+        tables = fixed_tables(3, 64)
         contract, own = target.contract, drafter.contract
-        self.cache = KeyValueCache(
-            num_layers=contract.num_layers,
-            num_kv_heads=contract.num_kv_heads,
-            head_size=contract.head_size,
-            **sizes,
-        )
-        context = KeyValueCache(
-            num_layers=own.num_layers, num_kv_heads=own.num_kv_heads, head_size=own.head_size, **sizes
+        self.cache, context = (
+            make_cache(tables, num_layers=each.num_layers, num_kv_heads=each.num_kv_heads, head_size=each.head_size)
+            for each in (contract, own)
         )
         self.proposer = BlockProposer(target.model, drafter.model, context, choice, num_draft_tokens=3, method="greedy")
         self.context = context
@@ -50,8 +45,9 @@ class Bench:
     def prefill(self, slot: int, prompt: list[int]) -> int:
         self.state.admit(slot, SamplingParameters(), seed=slot)
         chunk = PrefillChunk(slot, prompt, 0, None, GREEDY, self.plan(1))
-        first = prefill_chunk(self.target.model, self.proposer, self.cache, self.state, self.choice, chunk)
-        assert first is not None
+        output = prefill_chunk(self.target.model, self.proposer, self.cache, self.state, self.choice, chunk)
+        assert output is not None
+        (first,) = output.to_host()
         (token,) = first.token_ids
         return token
 
@@ -122,7 +118,7 @@ def test_both_caches_hold_the_same_bits_as_after_plain_decoding() -> None:
     length = min(length, int(plain.state.lengths[2]))
     assert length >= 15
     for cache in ("cache", "context"):
-        kept, expected = (getattr(bench, cache).planes[:, :, 2, :, :length] for bench in (blocks, plain))
+        kept, expected = (stored(getattr(bench, cache), 2, 0, length) for bench in (blocks, plain))
         assert torch.equal(kept, expected), cache
 
 
@@ -180,7 +176,7 @@ def test_worked_positions(
     for _ in range(2):
         plain.step([1], 1, proposes=False)
     assert plain.state.lengths[1] == 7
-    assert torch.equal(bench.context.planes[:, :, 1, :, :7], plain.context.planes[:, :, 1, :, :7])
+    assert torch.equal(stored(bench.context, 1, 0, 7), stored(plain.context, 1, 0, 7))
 
 
 @torch.inference_mode()
@@ -215,17 +211,15 @@ def test_a_batch_leaves_other_slots_and_their_order_alone() -> None:
     bench = Bench(*loaded())
     for slot, prompt in enumerate(prompts):
         bench.prefill(slot, prompt)
-    bystander = (
-        bench.cache.planes[:, :, 1].clone(),
-        bench.context.planes[:, :, 1].clone(),
-        bench.state.draft_ids[1].clone(),
-    )
+    caches = bench.cache, bench.context
+    before = [bystanders(cache, [0, 2]) for cache in caches]
+    drafts = bench.state.draft_ids[1].clone()
     bench.offer(2, texts[2][1:4])
     steps = bench.step([2, 0], 4)
     assert steps[0].token_ids == texts[2][1:5]
     assert steps[1].token_ids[0] == texts[0][1]
-    found = bench.cache.planes[:, :, 1], bench.context.planes[:, :, 1], bench.state.draft_ids[1]
-    assert all(torch.equal(a, b) for a, b in zip(found, bystander, strict=True))
+    assert all(torch.equal(bystanders(cache, [0, 2]), old) for cache, old in zip(caches, before, strict=True))
+    assert torch.equal(bench.state.draft_ids[1], drafts)
 
 
 @torch.inference_mode()

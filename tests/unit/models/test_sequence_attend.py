@@ -7,9 +7,9 @@ import torch
 from tests.tiny import tiny_prompts, tiny_target, wrap_target
 from torch import Tensor
 
-from paceline.models.attends import WholeSequence
+from paceline.models.attends import WholeSequence, document_spans
 from paceline.models.layers import Attend, LinearMode
-from paceline.models.sequence_attend import RowInvariantSequences, document_spans, sequence_attend
+from paceline.models.sequence_attend import RowInvariantSequences, sequence_attend
 from paceline.models.targets.dense import DenseTarget
 
 

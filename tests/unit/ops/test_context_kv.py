@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.caches import make_cache, scattered_tables
 from tests.tiny import tiny_drafter, tiny_target_contract
 from torch import Tensor
 
-from paceline.engine.cache import KeyValueCache
 from paceline.errors import ShapeError
 from paceline.ops.context_kv import write_context_kv, write_context_kv_reference, write_context_kv_triton
 from paceline.ops.rms_norm import rms_norm_reference
@@ -22,23 +22,24 @@ def table(num_positions: int, rotated: int) -> Tensor:
 
 def test_rows_equal_those_of_the_norm_and_the_rotation_layer_by_layer() -> None:
     """In float64-free small steps: each layer and head on its own, through the definitions of the other operations."""
-    T, L, M, H, slots, capacity = 5, 3, 2, 6, 3, 7
+    T, L, M, H, blocks, block_size = 5, 3, 2, 6, 4, 3
     kv, gain = torch.randn(T, L, 2 * M * H), torch.randn(L, H)
-    positions, slot_ids = torch.tensor([0, 1, 2, 4, 6]), torch.tensor([0, 2, 2, -1, 1])
-    rows = table(9, H)
+    positions, rows = torch.tensor([0, 1, 2, 4, 6]), torch.tensor([5, 11, 3, 1, 7])
+    turns = table(9, H)
     for is_neox_style in (True, False):
-        planes = torch.full((L, 2, slots, M, capacity, H), 7.0)
+        planes = torch.full((L, 2, M, blocks, block_size, H), 7.0)
         write_context_kv(
-            kv, gain, rows, positions, slot_ids, planes, eps=EPS, is_neox_style=is_neox_style, value_scale=0.5
+            kv, gain, turns, positions, rows, planes, eps=EPS, is_neox_style=is_neox_style, value_scale=0.5
         )
         expected = torch.full_like(planes, 7.0)
-        for t in (0, 1, 2, 4):
+        for t in range(T):
+            block, offset = divmod(int(rows[t]), block_size)
             for layer in range(L):
                 k, v = kv[t, layer].view(2, M, H)
                 k = rms_norm_reference(k, gain[layer], EPS)
-                k = apply_rotary(k, rows[positions[t]], is_neox_style=is_neox_style)
-                expected[layer, 0, slot_ids[t], :, positions[t]] = k
-                expected[layer, 1, slot_ids[t], :, positions[t]] = v * 0.5
+                k = apply_rotary(k, turns[positions[t]], is_neox_style=is_neox_style)
+                expected[layer, 0, :, block, offset] = k
+                expected[layer, 1, :, block, offset] = v * 0.5
         torch.testing.assert_close(planes, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -52,45 +53,41 @@ def test_rows_equal_those_of_the_backbone_in_the_cache_bit_for_bit(dtype: torch.
     backbone.prepare_for_serving("plain")
     heads, head_size = backbone.cache_shape
     caches = [
-        KeyValueCache(
-            num_layers=2,
-            num_slots=3,
-            num_kv_heads=heads,
-            capacity=12,
-            head_size=head_size,
-            dtype=dtype,
-            device=torch.device("cpu"),
+        make_cache(
+            scattered_tables(3, 12, block_size=4), num_layers=2, num_kv_heads=heads, head_size=head_size, dtype=dtype
         )
         for _ in range(2)
     ]
     features, slots = torch.randn(2, 4, 64).to(dtype), torch.tensor([2, 0])
     positions = torch.tensor([[0, 1, 2, 3], [7, 8, 9, 10]])
+    rows = caches[0].tables.rows_of(slots, positions)
     for layer, (k, v) in enumerate(backbone.context_kv(features, positions)):
-        caches[0].write_batch(layer, slots, positions, k, v)
-    backbone.write_context(features, slots, positions, caches[1].planes)
+        caches[0].write_batch(layer, k, v, caches[0].cells_to_write(rows))
+    backbone.write_context(features, rows, positions, caches[1].planes)
     assert caches[0].planes.any()
     assert torch.equal(caches[0].planes, caches[1].planes)
 
 
 def test_positions_past_the_table_are_turned_as_its_last_row_and_stored_where_they_are() -> None:
-    kv, rows = torch.randn(1, 1, 8), table(3, 4)
-    last, beyond = torch.zeros(1, 2, 1, 1, 6, 4), torch.zeros(1, 2, 1, 1, 6, 4)
+    kv, turns = torch.randn(1, 1, 8), table(3, 4)
+    last, beyond = torch.zeros(1, 2, 1, 2, 6, 4), torch.zeros(1, 2, 1, 2, 6, 4)
     for position, planes in ((2, last), (5, beyond)):
         where = torch.tensor([position])
-        write_context_kv(kv, torch.ones(1, 4), rows, where, torch.tensor([0]), planes, eps=EPS, is_neox_style=True)
-    assert torch.equal(last[..., 2, :], beyond[..., 5, :])
-    assert not beyond[..., :5, :].any()
+        write_context_kv(kv, torch.ones(1, 4), turns, where, torch.tensor([9]), planes, eps=EPS, is_neox_style=True)
+    assert last[..., 1, 3, :].all()
+    assert torch.equal(last, beyond)
+    assert beyond.count_nonzero() == 8
 
 
 def test_tensors_that_do_not_fit_are_refused() -> None:
     planes, one = torch.zeros(2, 2, 1, 1, 6, 4), torch.tensor([0])
-    for kv, gain, slots, message in (
+    for kv, gain, rows, message in (
         (torch.zeros(1, 2, 4), torch.ones(2, 4), one, "kv has shape"),
         (torch.zeros(1, 2, 8), torch.ones(1, 4), one, "k_gain has shape"),
-        (torch.zeros(1, 2, 8), torch.ones(2, 4), one.repeat(2), "slots has shape"),
+        (torch.zeros(1, 2, 8), torch.ones(2, 4), one.repeat(2), "rows has shape"),
     ):
         with pytest.raises(ShapeError, match=message):
-            write_context_kv(kv, gain, table(3, 4), one, slots, planes, eps=EPS, is_neox_style=True)
+            write_context_kv(kv, gain, table(3, 4), one, rows, planes, eps=EPS, is_neox_style=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -102,17 +99,17 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
 def test_the_kernel_agrees_with_the_reference(
     kernel_device: torch.device, dtype: torch.dtype, is_neox_style: bool, T: int, L: int, M: int, H: int, rotated: int
 ) -> None:
-    slots, capacity = 3, 11
+    blocks, block_size = 4, 5
     kv, gain = torch.randn(T, L, 2 * M * H).to(dtype), 1 + 0.2 * torch.randn(L, H)
-    rows = table(capacity - 2, rotated)
-    positions = torch.randperm(capacity)[:T]
-    slot_ids = torch.randint(slots, (T,))
-    slot_ids[1::3] = -1
-    kv[slot_ids < 0] = torch.nan  # padding rows hold anything
-    expected = torch.full((L, 2, slots, M, capacity, H), torch.nan).to(dtype)
+    turns = table(9, rotated)
+    positions = torch.randperm(11)[:T]
+    rows = block_size + torch.randperm((blocks - 1) * block_size)[:T]
+    rows[1::3] = 2  # padding rows, of block 0
+    kv[rows == 2] = torch.nan  # hold anything
+    expected = torch.full((L, 2, M, blocks, block_size, H), torch.nan).to(dtype)
     found = expected.clone().to(kernel_device)
-    write_context_kv_reference(kv, gain, rows, positions, slot_ids, expected, EPS, is_neox_style, 1.5)
-    there = [t.to(kernel_device) for t in (kv, gain, rows, positions, slot_ids)]
+    write_context_kv_reference(kv, gain, turns, positions, rows, expected, EPS, is_neox_style, 1.5)
+    there = [t.to(kernel_device) for t in (kv, gain, turns, positions, rows)]
     write_context_kv_triton(*there, found, EPS, is_neox_style, 1.5)
     found = found.cpu()
     assert torch.equal(found.isnan(), expected.isnan()), "cells of nobody stay as they were"
@@ -122,6 +119,6 @@ def test_the_kernel_agrees_with_the_reference(
     tolerance = {"rtol": unit, "atol": unit * float(expected[written].abs().max())}
     torch.testing.assert_close(found[written], expected[written], **tolerance)
     other = expected.clone()
-    write_context_kv_reference(kv, gain, rows, positions, slot_ids, other, EPS, not is_neox_style, 1.5)
+    write_context_kv_reference(kv, gain, turns, positions, rows, other, EPS, not is_neox_style, 1.5)
     if rotated > 2:
         assert (other[written] - found[written]).abs().max() > 0.05, "the pairing is told apart"

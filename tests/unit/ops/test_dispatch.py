@@ -131,8 +131,8 @@ for dtype in ("fp32", "bf16"):
             context_kv._write_context_kv_kernel,
             named("kv_ptr planes_ptr", dtype)
             | named("gain_ptr table_ptr", "fp32")
-            | named("position_ptr slot_ptr", "i64"),
-            named("num_positions num_heads layer_stride side_stride slot_stride head_stride", "i32")
+            | named("position_ptr row_ptr", "i64"),
+            named("num_positions num_heads layer_stride side_stride head_stride", "i32")
             | named("eps value_scale", "fp32"),
             {"HEAD_SIZE": 80, "HALF": 40, "IS_NEOX": is_neox, "HEADS": 4, "CHANNELS": 128},
         )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline.errors import ShapeError
 from paceline.ops.grouped_convolution import (
+    convolution_factors,
     grouped_convolution,
     grouped_convolution_differentiable_triton,
     grouped_convolution_gradients_triton,
@@ -237,3 +238,29 @@ def test_a_neighbour_owes_nothing_and_gets_nothing(kernel_device: torch.device) 
     there = [t.to(kernel_device) for t in (x, BASE, DELTA, offsets(3, 3), dy)]
     dx, _, ddelta = grouped_convolution_gradients_triton(*there)
     assert torch.isfinite(dx[3:]).all() and torch.isfinite(ddelta[3:]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [1, 2, 6])
+def test_no_offsets_mean_one_block(dtype: torch.dtype, num_rows: int) -> None:
+    x, base, delta = torch.randn(num_rows, 12), torch.randn(3, 12), torch.randn(num_rows, 3, 4)
+    arguments = x.to(dtype), base.to(dtype), delta.to(dtype)
+    assert torch.equal(grouped_convolution(*arguments, None), grouped_convolution(*arguments, offsets(num_rows)))
+
+
+def test_factors_of_two_convolutions_at_once_are_those_of_each() -> None:
+    base, delta = torch.randn(4, 12).to(torch.bfloat16), torch.randn(5, 4, 4).to(torch.bfloat16)
+    both = convolution_factors(base, delta)
+    for side, taps in enumerate((slice(0, 2), slice(2, 4))):
+        each = convolution_factors(base[taps], delta[:, taps])
+        assert all(torch.equal(one, other) for one, other in zip(both[2 * side : 2 * side + 2], each, strict=True))
+
+
+def test_sums_go_tap_by_tap() -> None:
+    """The bits are those of the plainest way to write it."""
+    x, base, delta, offset = torch.randn(7, 12), torch.randn(3, 12), torch.randn(7, 3, 4), offsets(4, 3)
+    y = x * (base[0] + delta[:, 0].repeat_interleave(3, dim=1))
+    for tap in (1, 2):
+        earlier = torch.cat((torch.zeros(tap, 12), x[:-tap])).masked_fill((offset < tap).unsqueeze(1), 0.0)
+        y = y + earlier * (base[tap] + delta[:, tap].repeat_interleave(3, dim=1))
+    assert torch.equal(grouped_convolution(x, base, delta, offset), y)

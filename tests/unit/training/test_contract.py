@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 from tests.tiny import tiny_target_contract
+from tests.tiny_kimi import k3_tiny_config, kimi_contract
 from tests.tiny_run import tiny_settings
 
 from paceline.checkpoint.contract import DrafterContract, RopeSettings, TargetContract
 from paceline.checkpoint.names import drafter_slots
 from paceline.configuration.load import load_settings
 from paceline.configuration.run import TrainRun
+from paceline.errors import ConfigError
 from paceline.training.contract import drafter_contract
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -99,3 +101,23 @@ def test_the_recipe_for_eight_billion_parameters_fits_such_a_target() -> None:
     target = tiny_target_contract("qwen3", head_size=128, vocab_size=151_936, max_position_embeddings=40_960, **sizes)
     found = drafter_contract(run, target)
     assert found.target_layer_ids == (1, 17, 33) and found.num_draft_tokens == 7
+
+
+@pytest.mark.parametrize("family", ["dflash", "dflash2", "dspark", "eagle3"])
+def test_drafters_of_a_kimi_target_read_either_of_its_streams(family: str) -> None:
+    target = kimi_contract(k3_tiny_config())
+    mask = {"mask_token_id": None} if family == "eagle3" else {}
+    for stream in ("prefix", "attn_res"):
+        found = contract(target, family=family, aux_hidden_stream=stream, **mask)
+        assert found.aux_hidden_stream == stream and found.target_hidden_size == 128
+        assert found.num_heads == found.num_kv_heads == 4 and found.head_size == 32
+    assert contract(target, family=family, **mask).aux_hidden_stream == "prefix"
+    plain = kimi_contract(k3_tiny_config(attn_res_block_size=None))
+    for without in (plain, tiny_target_contract()):
+        with pytest.raises(ConfigError, match="aux_hidden_stream is 'attn_res'; the target has prefix"):
+            contract(without, family=family, aux_hidden_stream="attn_res", **mask)
+
+
+def test_a_target_that_scales_its_logits_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"multiplies its logits by 0\.5"):
+        contract(kimi_contract(k3_tiny_config(logit_scale=0.5)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from tests.unit.training.runs import (
     timeless,
 )
 
+from paceline.checkpoint.calibration import Calibration, read_calibration
 from paceline.configuration.run import TrainRun
 from paceline.errors import ConfigError, DataError
 from paceline.models.loading import LoadedTarget
@@ -277,6 +278,24 @@ def test_drafters_are_exported_on_the_way_and_are_those_of_their_step(
         assert [(step / name).read_bytes() for name in names] == [(again / name).read_bytes() for name in names]
     first, second = ((exports / step / names[0]).read_bytes() for step in ("step-0000004", "step-0000008"))
     assert first != second != exported(run)[names[0]]
+
+
+def test_exports_carry_the_calibration_of_their_own_weights(
+    target: LoadedTarget, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def found(row: Mapping[str, object]) -> Calibration:
+        asked.append(row["step"])
+        return Calibration(method="walk", num_blocks=200 + int(str(row["step"])), per_position=(0.5,))
+
+    monkeypatch.setattr(loop, "calibration_of", found)
+    run = tiny_settings(tmp_path / "run", data, schedule_num_steps=12, checkpoint_export_every=4, evaluate_every=8)
+    train(run, target)
+    folders = {step: run.output / "exports" / f"step-000000{step}" for step in (4, 8)} | {12: run.output / "drafter"}
+    read = {step: read_calibration(folder) for step, folder in folders.items()}
+    assert read[4] is None, "nothing was measured there"
+    assert [read[step].num_blocks for step in (8, 12)] == [208, 212] and asked == [8, 12]
 
 
 def test_progress_is_told_after_every_step(

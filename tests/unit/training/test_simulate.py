@@ -146,6 +146,34 @@ def test_the_all_anchor_average_is_kept_apart() -> None:
     assert found.all_anchor_length == pytest.approx(1 + sum(counts) / len(counts))
 
 
+def greedy_text(target: DenseTarget, prompt: str, response: int) -> str:
+    ids = [ord(letter) - ord("a") for letter in prompt]
+    for _ in range(response):
+        row = torch.tensor([ids])
+        ids.append(int(target.logits(target(row, positions_of(row), WholeSequence())[0, -1]).argmax()))
+    return prompt + "".join(map(str, ids[len(prompt) :]))
+
+
+@torch.no_grad()
+def test_conversations_that_the_target_wrote_greedily_are_counted_apart() -> None:
+    drafter, target = models()
+    greedy = [greedy_text(target, "ab", 40), greedy_text(target, "bca", 29)]
+    spoiled = greedy[0][:-3] + str((int(greedy[0][-3]) + 1) % 3) + greedy[0][-2:]
+    found = run(drafter, target, conversations(greedy[0], random_text(1, 3, 61), spoiled, greedy[1]))
+    alone = run(drafter, target, conversations(*greedy))
+    assert found.num_greedy_steps == alone.num_greedy_steps == sum(steps for _, steps in alone.per_conversation) > 20
+    assert found.greedy_kept == alone.greedy_kept
+    assert [kept / alone.num_greedy_steps for kept in alone.greedy_kept] == pytest.approx(alone.per_position)
+    assert run(drafter, target, conversations(random_text(1, 3, 61))).num_greedy_steps == 0
+
+
+def test_unknown_states_make_nothing_greedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter, target = models()
+    data = conversations(greedy_text(target, "ab", 40))
+    monkeypatch.setattr(TargetFeatures, "has_hidden", False)
+    assert run(drafter, target, data).num_greedy_steps == 0
+
+
 def test_nothing_to_walk() -> None:
     drafter, target = models()
     assert run(drafter, target, conversations("abc", "ab1")) == Simulation(1.0, 1.0, (0.0, 0.0, 0.0), ())

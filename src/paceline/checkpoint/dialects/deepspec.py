@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from paceline.checkpoint.config_reader import ConfigReader
 from paceline.checkpoint.contract import DrafterContract, Eagle3Settings
 from paceline.checkpoint.dialects.fields import (
     BLOCK_PARTS,
@@ -58,7 +59,6 @@ from paceline.checkpoint.dialects.zlab import (
     write_flat,
     write_nested,
 )
-from paceline.checkpoint.target_config import ConfigReader
 from paceline.errors import CheckpointError
 
 DSPARK, EAGLE3 = "Qwen3DSparkModel", "Qwen3Eagle3Model"

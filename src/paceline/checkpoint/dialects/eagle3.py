@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from paceline.checkpoint.config_reader import ConfigReader
 from paceline.checkpoint.contract import DrafterContract, Eagle3Settings, TargetLayerId
 from paceline.checkpoint.dialects.fields import (
     NO_MASK,
@@ -55,7 +56,6 @@ from paceline.checkpoint.dialects.layer_attention import (
     resolve_layer_attention,
 )
 from paceline.checkpoint.dialects.taps import agree_on_taps, read_engine_taps, read_output_taps, write_engine_taps
-from paceline.checkpoint.target_config import ConfigReader
 from paceline.errors import CheckpointError
 
 LLAMA_FLAVOUR, QWEN3_FLAVOUR = "LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, cast, get_args
 
+from paceline.checkpoint.config_reader import ConfigReader
 from paceline.checkpoint.contract import (
     AuxHiddenStream,
     ConfidenceSettings,
@@ -25,7 +26,6 @@ from paceline.checkpoint.dialects.keys import (
 )
 from paceline.checkpoint.dialects.tensors import has_module
 from paceline.checkpoint.rope_keys import read_rope, write_rope
-from paceline.checkpoint.target_config import ConfigReader
 from paceline.errors import CheckpointError
 
 _DTYPES = ("bfloat16", "float16", "float32")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.checkpoint.config_reader import ConfigReader
 from paceline.checkpoint.contract import DrafterContract
 from paceline.checkpoint.dialects.fields import says_tied
 from paceline.checkpoint.dialects.keys import UNSTATED
@@ -22,7 +23,6 @@ from paceline.checkpoint.locate import read_json
 from paceline.checkpoint.quantization_config import read_quantization_config
 from paceline.checkpoint.quantized import open_dequantized
 from paceline.checkpoint.sources import RenamedSource, SplitRowsSource
-from paceline.checkpoint.target_config import ConfigReader
 from paceline.checkpoint.weights import INDEX_FILE, SINGLE_FILE, TensorSource, open_safetensors
 from paceline.errors import CheckpointError
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from paceline.checkpoint.config_reader import INERT_KEYS, NEUTRAL_VALUES, ConfigReader
 from paceline.checkpoint.rope_keys import ROPE_CONFIG_KEYS
-from paceline.checkpoint.target_config import INERT_KEYS, NEUTRAL_VALUES, ConfigReader
 from paceline.errors import CheckpointError
 
 # What a config does not say (a target's depth in several layouts) is 0 in the contract, and taken from the real target.

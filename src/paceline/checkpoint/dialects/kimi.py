@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from paceline.checkpoint.config_reader import ConfigReader
 from paceline.checkpoint.contract import DrafterContract, LatentAttentionSettings
 from paceline.checkpoint.dialects.deepspec import DSPARK_SPELLINGS, read_dspark_body, write_dspark_keys
 from paceline.checkpoint.dialects.fields import (
@@ -33,7 +34,6 @@ from paceline.checkpoint.dialects.layer_attention import require_full_attention
 from paceline.checkpoint.dialects.taps import read_output_taps
 from paceline.checkpoint.dialects.torchspec import check_tap_count
 from paceline.checkpoint.dialects.zlab import OWN_FIELDS, STATED
-from paceline.checkpoint.target_config import ConfigReader
 from paceline.errors import CheckpointError
 
 _ARCHITECTURE, _MODEL_TYPE = "K3DSparkModel", "k3_dspark"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from paceline.checkpoint.config_reader import ConfigReader
 from paceline.checkpoint.contract import DrafterContract
 from paceline.checkpoint.dialects import eagle3, zlab
 from paceline.checkpoint.dialects.deepspec import DSPARK_SPELLINGS, TRAINING_KEYS, read_dspark_body
@@ -36,7 +37,6 @@ from paceline.checkpoint.dialects.keys import (
 )
 from paceline.checkpoint.dialects.layer_attention import SLIDING, effective_window, resolve_layer_attention
 from paceline.checkpoint.dialects.taps import read_output_taps
-from paceline.checkpoint.target_config import ConfigReader
 from paceline.errors import CheckpointError
 
 DSPARK = "DSparkDraftModel"

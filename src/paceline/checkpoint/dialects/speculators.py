@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from paceline.checkpoint.config_reader import ConfigReader
 from paceline.checkpoint.contract import DrafterContract, DrafterFamily, Eagle3Settings, TargetLayerId
 from paceline.checkpoint.dialects.eagle3 import check_norms, read_windows
 from paceline.checkpoint.dialects.fields import (
@@ -49,7 +50,6 @@ from paceline.checkpoint.dialects.layer_attention import (
 )
 from paceline.checkpoint.dialects.taps import agree_on_taps, read_engine_taps, read_output_taps, write_engine_taps
 from paceline.checkpoint.dialects.zlab import DFLASH2_FIELDS, read_dflash2, write_dflash2
-from paceline.checkpoint.target_config import ConfigReader
 from paceline.errors import CheckpointError
 
 MARKER = "speculators_model_type"

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
+from paceline.checkpoint.config_reader import ConfigReader
 from paceline.checkpoint.contract import DrafterContract
 from paceline.checkpoint.dialects import assistant, deepspec, eagle3, kimi, specforge, speculators, torchspec, zlab
 from paceline.checkpoint.dialects.fields import check_own, check_tie
 from paceline.checkpoint.dialects.tensors import canonical_names, check_tensors, file_name, has_module
 from paceline.checkpoint.names import drafter_slots
-from paceline.checkpoint.target_config import ConfigReader
 from paceline.errors import CheckpointError
 
 # "zlab" is the native layout of every family: z-lab's own for DFlash and DFlash2, and where z-lab has none, the one

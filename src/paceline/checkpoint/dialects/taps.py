@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 from itertools import pairwise
 
+from paceline.checkpoint.config_reader import ConfigReader
 from paceline.checkpoint.contract import CaptureId, DrafterContract, TargetLayerId, capture_id, target_layer_id
 from paceline.checkpoint.dialects.keys import UNSTATED
-from paceline.checkpoint.target_config import ConfigReader
 
 _log = logging.getLogger(__name__)
 _UNSTATED_TAPS = "writing the trained ones to the config"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from paceline.checkpoint.config_reader import ConfigReader
 from paceline.checkpoint.contract import DrafterContract
 from paceline.checkpoint.dialects.fields import (
     BLOCK_PARTS,
@@ -31,7 +32,6 @@ from paceline.checkpoint.dialects.fields import (
 from paceline.checkpoint.dialects.keys import DECODER_KEYS, INERT_OF_DRAFTERS, NEUTRAL_OF_DRAFTERS, Place, check_keys
 from paceline.checkpoint.dialects.layer_attention import require_full_attention
 from paceline.checkpoint.dialects.taps import read_output_taps
-from paceline.checkpoint.target_config import ConfigReader
 from paceline.errors import CheckpointError
 
 _ARCHITECTURE, _MODEL_TYPE = "DFlashDraftModel", "dflash"

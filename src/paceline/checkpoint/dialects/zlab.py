@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from paceline.checkpoint.config_reader import ConfigReader
 from paceline.checkpoint.contract import ConvolutionSettings, DrafterContract, SelectorSettings, TargetLayerId
 from paceline.checkpoint.dialects.defaults import default_target_layer_ids
 from paceline.checkpoint.dialects.fields import (
@@ -44,7 +45,6 @@ from paceline.checkpoint.dialects.layer_attention import (
     resolve_layer_attention,
 )
 from paceline.checkpoint.dialects.taps import read_output_taps
-from paceline.checkpoint.target_config import ConfigReader
 from paceline.errors import CheckpointError
 
 ARCHITECTURES: Mapping[str, str] = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}

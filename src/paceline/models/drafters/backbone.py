@@ -141,14 +141,14 @@ class DrafterBackbone(nn.Module):
         """Whether the context projections of all layers are one product, which `write_context` takes."""
         return self._stacked_kv is not None
 
-    def write_context(self, features_BTD: Tensor, slots_B: Tensor, positions_BT: Tensor, planes: Tensor) -> None:
+    def write_context(self, features_BTD: Tensor, rows_BT: Tensor, positions_BT: Tensor, planes: Tensor) -> None:
         """`context_kv` and its storing for all layers in one pass, without reading a tensor on the host.
 
         Args:
             features_BTD: from `context_features`.
-            slots_B: int64.
+            rows_BT: int64, physical rows of the planes, in block 0 for what nobody reads.
             positions_BT: int64, absolute; rows past the position table are turned as its last one.
-            planes: [layers, 2, slots, M, capacity, H], written in place.
+            planes: [layers, 2, M, blocks, block_size, H], written in place.
         """
         assert self._stacked_kv is not None, "the caller asks `is_stacked`"
         write_context_kv(
@@ -156,7 +156,7 @@ class DrafterBackbone(nn.Module):
             self._stacked_k_gain.squeeze(1),
             self.position_table,
             positions_BT.flatten(),
-            slots_B.repeat_interleave(positions_BT.shape[1]),
+            rows_BT.flatten(),
             planes,
             eps=self.contract.rms_norm_eps,
             is_neox_style=self.contract.is_neox_style,
@@ -207,10 +207,15 @@ class DrafterBackbone(nn.Module):
         return {name: p for name, p in self.named_parameters() if not name.startswith("_stacked_kv.")}
 
 
-def _offsets(positions_BQ: Tensor, block_rows: int | None) -> Tensor:
-    """int64 [B * Q]: each row's index in its own block. Positions cannot tell: they are clamped at the table's end."""
+def _offsets(positions_BQ: Tensor, block_rows: int | None) -> Tensor | None:
+    """int64 [B * Q]: each row's index in its own block. Positions cannot tell: they are clamped at the table's end.
+
+    None for a lone block on a CPU: there is no neighbour to keep out, which costs a CPU three operations per tap.
+    """
     B, Q = positions_BQ.shape
     if block_rows is not None and Q % block_rows:
         raise ShapeError("block rows", expected=f"[B, a multiple of {block_rows}]", found=positions_BQ.shape)
+    if B == 1 and block_rows in (None, Q) and positions_BQ.device.type == "cpu":
+        return None
     offset_Q = torch.arange(Q, device=positions_BQ.device)
     return (offset_Q if block_rows is None else offset_Q % block_rows).repeat(B)

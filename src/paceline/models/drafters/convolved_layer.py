@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from paceline.checkpoint.contract import ConvolutionSettings, DrafterContract
 from paceline.models.drafters.backbone import plain_layer
 from paceline.models.drafters.latent import LatentDecoderLayer, latent_layer
-from paceline.models.layers import Attend, Block, DecoderLayer, Linear, RotaryRows
+from paceline.models.flat_layer import FlatConvolution, FlatLayer, flatten, run_flat
+from paceline.models.layers import Attend, Block, DecoderLayer, Linear, LinearMode, RotaryRows, SelfAttention
 from paceline.ops.grouped_convolution import grouped_convolution
 
 
@@ -35,16 +36,24 @@ class GroupedConvolution(Block):
         self.kernel_projection = Linear(hidden_size, 2 * settings.num_taps * num_groups)
         nn.init.zeros_(self.kernel_projection.weight)
 
-    def prepare(self, x_BQD: Tensor, offset_R: Tensor) -> tuple[Tensor, Tensor]:
+    def prepare(self, x_BQD: Tensor, offset_R: Tensor | None) -> tuple[Tensor, Tensor]:
         """Convolve a sublayer's input; the second result, [R, T, G], is what `finish` adds to its coefficients."""
-        delta_R2TG = self.kernel_projection(x_BQD).reshape(offset_R.shape[0], 2, self.num_taps, -1)
-        return self._convolve(x_BQD, 0, delta_R2TG[:, 0], offset_R), delta_R2TG[:, 1]
+        delta_R2TG = self.kernel_projection(x_BQD).view(x_BQD.shape[0] * x_BQD.shape[1], 2, self.num_taps, -1)
+        opening_RTG, closing_RTG = delta_R2TG.unbind(1)
+        return self._convolve(x_BQD, 0, opening_RTG, offset_R), closing_RTG
 
-    def finish(self, z_BQD: Tensor, delta_RTG: Tensor, offset_R: Tensor) -> Tensor:
+    def finish(self, z_BQD: Tensor, delta_RTG: Tensor, offset_R: Tensor | None) -> Tensor:
         """Convolve the sublayer's complete output, before it is added to the stream."""
         return self._convolve(z_BQD, 1, delta_RTG, offset_R)
 
-    def _convolve(self, x_BQD: Tensor, side: int, delta_RTG: Tensor, offset_R: Tensor) -> Tensor:
+    def flat(self) -> FlatConvolution | None:
+        """Both sides in one tuple; None where the projection is not packed."""
+        projection = self.kernel_projection.packed
+        if projection is None:
+            return None
+        return FlatConvolution(projection, self.base_kernel.detach().flatten(0, 1).float())
+
+    def _convolve(self, x_BQD: Tensor, side: int, delta_RTG: Tensor, offset_R: Tensor | None) -> Tensor:
         y_RD = grouped_convolution(x_BQD.flatten(0, 1), self.base_kernel[side], delta_RTG, offset_R)
         return y_RD.view(x_BQD.shape)
 
@@ -70,6 +79,16 @@ class ConvolvedLayer(nn.Module):
         self.mlp = plain.mlp
         self.attention_conv = GroupedConvolution(hidden_size, settings)
         self.mlp_conv = GroupedConvolution(hidden_size, settings)
+        self._flat: FlatLayer | None = None
+
+    def set_mode(self, mode: LinearMode) -> None:
+        """Take the flat form where there is one; the parts have their arithmetic already."""
+        self._flat, flat = None, None
+        around_attention, around_mlp = self.attention_conv.flat(), self.mlp_conv.flat()
+        if mode == "packed" and isinstance(self.self_attn, SelfAttention):
+            flat = flatten(self.input_layernorm, self.self_attn, self.post_attention_layernorm, self.mlp)
+        if flat is not None and around_attention is not None and around_mlp is not None:
+            self._flat = flat._replace(attention_convolution=around_attention, mlp_convolution=around_mlp)
 
     def forward(
         self,
@@ -91,8 +110,10 @@ class ConvolvedLayer(nn.Module):
             is_neox_style: the pairing of turned channels.
             offset_R: int64, each flat row's index in its own block; None where each [B] row is one block.
         """
-        if offset_R is None:
+        if offset_R is None and x_BTD.shape[0] > 1:
             offset_R = torch.arange(x_BTD.shape[1], device=x_BTD.device).repeat(x_BTD.shape[0])
+        if self._flat is not None and is_neox_style:
+            return run_flat(self._flat, x_BTD, rows, attend, layer, offset_R)
         y, closing_RTG = self.attention_conv.prepare(self.input_layernorm(x_BTD), offset_R)
         y = self.self_attn(y, rows, attend, layer, is_neox_style=is_neox_style)
         x_BTD = x_BTD + self.attention_conv.finish(y, closing_RTG, offset_R)

@@ -278,10 +278,11 @@ class _OtherBlocks(nn.Module):
         super().__init__()
         self.layer, self.self_attn, self.length = layer, layer.self_attn, length
 
-    def forward(self, *arguments: Any, offset_R: Tensor, **options: Any) -> Tensor:
+    def forward(self, x_BTD: Tensor, *arguments: Any, offset_R: Tensor | None, **options: Any) -> Tensor:
         """Run the layer."""
-        rows = torch.arange(len(offset_R), device=offset_R.device) % self.length
-        y: Tensor = self.layer(*arguments, offset_R=rows, **options)
+        del offset_R
+        rows = torch.arange(x_BTD.shape[0] * x_BTD.shape[1], device=x_BTD.device) % self.length
+        y: Tensor = self.layer(x_BTD, *arguments, offset_R=rows, **options)
         return y
 
 

@@ -28,7 +28,7 @@ from paceline.models.probe.stages import (
     stretched,
 )
 from paceline.models.readings import reread
-from paceline.models.targets.dense import DenseTarget
+from paceline.models.targets.target import Target
 
 _NUM_CANDIDATES = 4
 PROPOSAL_SHAPES: dict[str, tuple[int | None, ...]] = {
@@ -94,7 +94,7 @@ class BlockProgram:
         return shapes | ({"confidence": (2, None)} if self.drafter.contract.confidence is not None else {})
 
     @torch.no_grad()
-    def run(self, stage: Stage, target: DenseTarget, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def run(self, stage: Stage, target: Target, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See `stages.Program`."""
         program = self._reaching_far(stored) if stage in ("keys", "rows") else self
         if stage == "fc_input":
@@ -187,7 +187,7 @@ class BlockProgram:
     def _predicted(self, stored: Mapping[str, Tensor]) -> Tensor:
         return self.drafter.predicted_rows(self._here(stored["block_hidden"]))
 
-    def _logits(self, target: DenseTarget, stored: Mapping[str, Tensor]) -> Tensor:
+    def _logits(self, target: Target, stored: Mapping[str, Tensor]) -> Tensor:
         """Scores of the stored rows; a drafter exported in 16 bits may meet a target in 32."""
         if self._scored is None or self._scored[0] is not stored:
             hidden = self._predicted(stored).to(head_dtype(self.drafter.vocabulary, target)).contiguous()
@@ -231,7 +231,7 @@ def visible_keys(
     return visible.expand(distance.shape)
 
 
-def head_dtype(vocabulary: DraftVocabulary, target: DenseTarget) -> torch.dtype:
+def head_dtype(vocabulary: DraftVocabulary, target: Target) -> torch.dtype:
     """Dtype of the head that scores drafts, the drafter's own or the target's."""
     return target.norm.weight.dtype if vocabulary.lm_head is None else vocabulary.lm_head.weight.dtype
 

@@ -24,7 +24,7 @@ from paceline.models.probe.block import (
 )
 from paceline.models.probe.stages import NUM_CONTEXT_ROWS, NUM_KEYS, REACH, Stage, stretched
 from paceline.models.readings import reread
-from paceline.models.targets.dense import DenseTarget
+from paceline.models.targets.target import Target
 from paceline.ops.rotary import expand_rotary
 
 
@@ -74,7 +74,7 @@ class Eagle3Program:
         }
 
     @torch.no_grad()
-    def run(self, stage: Stage, target: DenseTarget, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def run(self, stage: Stage, target: Target, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See `stages.Program`."""
         program = self._reaching_far(stored)
         drafter = program.drafter
@@ -156,7 +156,7 @@ class Eagle3Program:
         out, recycled = self.drafter(embeddings.unsqueeze(0), hidden.unsqueeze(0), positions_1T, attend)
         return out[0], recycled[0]
 
-    def _second_pass(self, target: DenseTarget, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _second_pass(self, target: Target, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The pass after the first draft: its embedding beside the recycled state of the last row."""
         draft = self._here(stored["draft_ids"]).flatten()[:1]
         embedded = self.drafter.embed(draft, target)

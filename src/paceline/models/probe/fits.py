@@ -16,7 +16,7 @@ from paceline.models.drafters.table import Drafter
 from paceline.models.probe.findings import Finding
 from paceline.models.probe.programs import program_of
 from paceline.models.probe.stages import MEASURES, relative_error, spread_error
-from paceline.models.targets.dense import DenseTarget
+from paceline.models.targets.target import Target
 
 _SAME = 0.05  # share by which a solved factor may miss the declared one
 _FITS = 0.1
@@ -29,7 +29,7 @@ def scale_between(found: Tensor, stored: Tensor) -> float:
     return float(found @ stored / (found @ found).clamp(min=1e-12))
 
 
-def fit_embeddings(target: DenseTarget, drafter: Drafter, stored: Mapping[str, Tensor]) -> Finding | None:
+def fit_embeddings(target: Target, drafter: Drafter, stored: Mapping[str, Tensor]) -> Finding | None:
     """A scale on every row, or another mask row."""
     contract = drafter.contract
     name = "block_embedding" if isinstance(drafter, BlockDrafter) else "row_embedding"
@@ -66,7 +66,7 @@ def fit_embeddings(target: DenseTarget, drafter: Drafter, stored: Mapping[str, T
     return _fit_mask_row(target, drafter, kept[0, 1], tolerance)
 
 
-def _fit_mask_row(target: DenseTarget, drafter: BlockDrafter, kept_D: Tensor, tolerance: float) -> Finding | None:
+def _fit_mask_row(target: Target, drafter: BlockDrafter, kept_D: Tensor, tolerance: float) -> Finding | None:
     contract = drafter.contract
     owner = drafter.vocabulary.embed_tokens
     rows = (owner if owner is not None else target.embed_tokens).weight

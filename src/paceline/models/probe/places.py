@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.checkpoint.contract import AuxHiddenStream, CaptureId, target_layer_id
 from paceline.models.attends import WholeSequence
 from paceline.models.taps import TapCollector
-from paceline.models.targets.dense import DenseTarget
+from paceline.models.targets.target import Target
 
 
 @dataclass(frozen=True, order=True)
@@ -38,7 +38,7 @@ class Place:
 
 
 def states_of_text(
-    target: DenseTarget, token_ids: Sequence[int], positions: slice, streams: Sequence[AuxHiddenStream]
+    target: Target, token_ids: Sequence[int], positions: slice, streams: Sequence[AuxHiddenStream]
 ) -> dict[Place, Tensor]:
     """Hidden states of a text at every place that a drafter could have been trained on.
 

@@ -22,7 +22,7 @@ from paceline.models.probe.findings import Finding
 from paceline.models.probe.fits import fit_embeddings, fit_fc_input, fit_logits, fit_values
 from paceline.models.probe.programs import program_of
 from paceline.models.probe.stages import TITLES, Stage, StageResult, compare_stage
-from paceline.models.targets.dense import DenseTarget
+from paceline.models.targets.target import Target
 
 _FAR_CLOSER = 0.5
 _MUCH_CLOSER = 0.2  # for a stage that is within its tolerance
@@ -57,7 +57,7 @@ class _Best:
 
 
 @torch.no_grad()
-def search_stage(target: DenseTarget, drafter: Drafter, stored: Mapping[str, Tensor], result: StageResult) -> Finding:
+def search_stage(target: Target, drafter: Drafter, stored: Mapping[str, Tensor], result: StageResult) -> Finding:
     """Name the cause of a stage that differs.
 
     Args:
@@ -79,7 +79,7 @@ def search_stage(target: DenseTarget, drafter: Drafter, stored: Mapping[str, Ten
 
 
 @torch.no_grad()
-def is_beaten(target: DenseTarget, drafter: Drafter, stored: Mapping[str, Tensor], result: StageResult) -> bool:
+def is_beaten(target: Target, drafter: Drafter, stored: Mapping[str, Tensor], result: StageResult) -> bool:
     """Whether a stage within its tolerance is so because the fault is mild: another reading fits several times better.
 
     Rounding is the same for every reading, so a right one is never beaten like this.
@@ -93,13 +93,13 @@ def is_beaten(target: DenseTarget, drafter: Drafter, stored: Mapping[str, Tensor
 
 
 def _best(
-    target: DenseTarget, drafter: Drafter, stored: Mapping[str, Tensor], stage: Stage, changed: Mapping[str, Any]
+    target: Target, drafter: Drafter, stored: Mapping[str, Tensor], stage: Stage, changed: Mapping[str, Any]
 ) -> _Best | None:
     tried = [_Best(other, _error(target, other, stage)) for other in alternatives_of(stage, drafter, stored, changed)]
     return min(tried, key=lambda best: best.error, default=None)
 
 
-def _fit(target: DenseTarget, drafter: Drafter, stored: Mapping[str, Tensor], stage: Stage) -> Finding | None:
+def _fit(target: Target, drafter: Drafter, stored: Mapping[str, Tensor], stage: Stage) -> Finding | None:
     """Faults that are solved for rather than tried."""
     if stage == "embeddings":
         return fit_embeddings(target, drafter, stored)
@@ -111,7 +111,7 @@ def _fit(target: DenseTarget, drafter: Drafter, stored: Mapping[str, Tensor], st
     return fit_fc_input(drafter, stored) if stage == "fc_input" else None
 
 
-def _error(target: DenseTarget, alternative: Alternative, stage: Stage) -> float:
+def _error(target: Target, alternative: Alternative, stage: Stage) -> float:
     try:
         drafter = alternative.make()
     except (PacelineError, ValueError):  # the class does not draft so, or a tensor for it is not there
@@ -129,7 +129,7 @@ def _recorded(stored: Mapping[str, Tensor], drafter: Drafter) -> dict[str, Any]:
 
 
 def _unnamed(
-    target: DenseTarget,
+    target: Target,
     drafter: Drafter,
     stored: Mapping[str, Tensor],
     result: StageResult,
@@ -160,7 +160,7 @@ def _unnamed(
     )
 
 
-def _agrees_unturned(target: DenseTarget, drafter: Drafter, stored: Mapping[str, Tensor]) -> bool:
+def _agrees_unturned(target: Target, drafter: Drafter, stored: Mapping[str, Tensor]) -> bool:
     """Whether keys at position 0, which no rotation changes, are as recorded."""
     first = {name: stored[name][:, :1] for name in ("context_key", "context_value")}
     found = program_of(drafter).run("keys", target, stored)

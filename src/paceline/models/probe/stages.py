@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from paceline.models.targets.dense import DenseTarget
+from paceline.models.targets.target import Target
 
 Stage = Literal["taps", "fc_input", "context", "keys", "embeddings", "rows", "recycled", "logits", "drafts", "config"]
 TITLES: dict[Stage, str] = {
@@ -51,7 +51,7 @@ class Program(Protocol):
         """Shape of everything that is stored beside the taps, with None for what follows from the recorded contract."""
         ...
 
-    def run(self, stage: Stage, target: DenseTarget, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def run(self, stage: Stage, target: Target, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What a stage after the taps gives, from stored inputs; by the names under which it is stored."""
         ...
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from paceline.checkpoint.config_reader import ConfigReader
 from paceline.checkpoint.contract import DrafterContract, MarkovSettings
 from paceline.checkpoint.dialects.fields import (
     read_dtype,
@@ -16,7 +17,6 @@ from paceline.checkpoint.dialects.fields import (
     require,
     require_stated,
 )
-from paceline.checkpoint.target_config import ConfigReader
 from paceline.errors import CheckpointError
 
 

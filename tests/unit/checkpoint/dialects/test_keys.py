@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.unit.checkpoint.dialects.conftest import GOLDEN_NAMES, load_golden, tiny_tensors
 
+from paceline.checkpoint.config_reader import ConfigReader
 from paceline.checkpoint.contract import DrafterContract
 from paceline.checkpoint.dialects import (
     assistant,
@@ -24,7 +25,6 @@ from paceline.checkpoint.dialects import (
     zlab,
 )
 from paceline.checkpoint.dialects.keys import Place, check_keys, lift, nested
-from paceline.checkpoint.target_config import ConfigReader
 from paceline.errors import CheckpointError
 
 Make = Callable[..., DrafterContract]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.checkpoint.config_reader import ConfigReader
 from paceline.checkpoint.dialects.taps import agree_on_taps, read_engine_taps, read_output_taps
-from paceline.checkpoint.target_config import ConfigReader
 from paceline.errors import CheckpointError
 
 READER = ConfigReader({}, "c")

@@ -1,0 +1,132 @@
+"""Whether a request is drafted for, how many drafts the next blocks get, and what is learnt from those judged."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+
+from paceline.engine.counters import Counters
+from paceline.engine.draft_budget import DraftSchedule
+from paceline.engine.draft_length import Costs, DraftLengthController
+from paceline.engine.draft_planner import DraftPlanner
+from paceline.engine.draft_stopper import DraftPlan, DraftStopper
+from paceline.engine.proposal import Proposer
+from paceline.engine.running import RunningRequest
+from paceline.engine.settings import EngineSettings
+from paceline.engine.step import HostStep
+from paceline.ops.finalise_block import NOT_A_NUMBER
+
+_log = logging.getLogger(__name__)
+
+
+class Drafting:
+    """Decides about drafts on the host.
+
+    Args:
+        proposer: what drafts; None decodes plainly.
+        settings: of the engine.
+        counters: of the engine.
+        measure: measures step costs, once, for the first request in "adaptive" mode.
+        calibrated_first_position: see `AcceptanceAlarm`.
+        device: of the slots' state.
+
+    Attributes:
+        planner: who gets how many drafts.
+        stopper: holds drafts back on the device; None before the first request in "adaptive" mode.
+    """
+
+    def __init__(
+        self,
+        proposer: Proposer | None,
+        settings: EngineSettings,
+        counters: Counters,
+        *,
+        measure: Callable[[], Costs],
+        calibrated_first_position: float | None,
+        device: torch.device,
+    ) -> None:
+        self._proposer, self._settings, self._counters, self._device = proposer, settings, counters, device
+        num_draft_tokens = proposer.num_draft_tokens if proposer is not None else 0
+        ranges = settings.num_drafts_by_batch_size
+        self.planner = DraftPlanner(
+            num_draft_tokens,
+            schedule=None if ranges is None else DraftSchedule(ranges, num_draft_tokens),
+            measure=measure,
+            calibrated_first_position=calibrated_first_position,
+        )
+        self.stopper: DraftStopper | None = None
+
+    def settle(self, request: RunningRequest) -> None:
+        """Settle a request's mode, and whether drafts are made for it, before it is admitted for the first time."""
+        request.draft_length = request.sampling.draft_length or self._settings.draft_length
+        request.is_drafted = self._proposer is not None and request.draft_length != "off"
+        if request.is_drafted and request.draft_length == "adaptive":
+            request.is_drafted = self._prepare_adapting().wants_another_request
+
+    def _prepare_adapting(self) -> DraftLengthController:
+        if self.stopper is None:
+            self.stopper = DraftStopper(self._settings.max_num_seqs, self.planner.num_draft_tokens, self._device)
+        return self.planner.prepare()
+
+    def plan(self, requests: Sequence[RunningRequest], running: Sequence[RunningRequest]) -> DraftPlan:
+        """Plan the next blocks of some requests.
+
+        Args:
+            requests: whose.
+            running: all that are in slots; those that decode are in the step that verifies.
+        """
+        return self.planner.plan(
+            [request.draft_length if request.is_drafted else "off" for request in requests],
+            teaches=[not request.has_token_rules for request in requests],
+            num_requests=sum(request.is_decoding or request in requests for request in running),
+        )
+
+    def observe(self, request: RunningRequest, step: HostStep) -> None:
+        """Learn from a block that was judged."""
+        num_judged = len(step.draft_ids)
+        self._counters.num_impossible_drafts += step.num_zero_q
+        if step.fault == NOT_A_NUMBER and num_judged > 0:
+            return  # it is run again without drafts
+        if request.draft_length == "adaptive":
+            self._counters.num_held_back += request.num_drawn - request.num_waiting
+        self.planner.observe(
+            request.draft_length,
+            num_drawn=request.num_drawn,
+            num_judged=num_judged,
+            num_accepted=step.num_accepted,
+            is_plain_greedy=request.is_plain_greedy,
+        )
+
+    def stop_beyond(self, request: RunningRequest, length: int, *, context_end: int) -> None:
+        """Go on without drafts once a block after `length` cached positions would leave the drafter's positions.
+
+        Args:
+            request: in a slot.
+            length: positions that are final, or will be.
+            context_end: those of them that have draft context.
+        """
+        proposer = self._proposer
+        if proposer is None or not request.is_drafted or length + proposer.num_draft_tokens < proposer.max_positions:
+            return
+        request.is_drafted = False
+        request.held.end_context(context_end)
+        self._counters.num_undrafted += 1
+        if self._counters.num_undrafted == 1:
+            _log.warning(
+                "request %s reached position %d; the drafter ends at %d, so it goes on without drafts "
+                "(said once; stats count further ones)",
+                request.request_id,
+                length,
+                proposer.max_positions,
+            )
+
+    def give_up(self, requests: Sequence[RunningRequest]) -> None:
+        """Where drafting has not paid for long, let requests lose their context: their steps are plain ones then."""
+        if not self.planner.has_given_up:
+            return
+        for request in requests:
+            if request.draft_length == "adaptive" and request.num_waiting == 0 and request.is_drafted:
+                request.is_drafted = False
+                request.held.end_context(request.num_cached)

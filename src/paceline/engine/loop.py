@@ -1,0 +1,423 @@
+"""The loop behind an engine: room for the requests that decode, prompt chunks, one decode step, results.
+
+What the next blocks may hold is planned and grammars are asked for their masks before a pass; behind it, tokens are
+handed to their requests and what became of the drafts to the planner.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from paceline.engine.batching import StepFlags, next_chunk, step_batch
+from paceline.engine.blocks import BlockPool
+from paceline.engine.chunk_pace import ChunkPace
+from paceline.engine.counters import Counters
+from paceline.engine.debug import checks_are_asked_for
+from paceline.engine.drafting import Drafting
+from paceline.engine.identity import prefix_identity
+from paceline.engine.in_flight import InFlight, Launched, milliseconds_since
+from paceline.engine.intake import Intake
+from paceline.engine.invariants import InvariantChecks
+from paceline.engine.loop_checks import LoopChecks
+from paceline.engine.parts import EngineParts
+from paceline.engine.prefill import prefill_chunk
+from paceline.engine.request import FinishReason, RequestDelta
+from paceline.engine.request_blocks import RequestBlocks
+from paceline.engine.restoring import enter_slot, restore_slot
+from paceline.engine.results import FinishedRequests
+from paceline.engine.running import RunningRequest
+from paceline.engine.scheduler import Scheduler
+from paceline.engine.settings import EngineSettings
+from paceline.engine.step import decode_step
+from paceline.engine.step_cost import StepCosts
+from paceline.engine.trial_steps import measure_costs, num_trial_blocks
+from paceline.ops.finalise_block import NOT_A_NUMBER
+
+
+class EngineLoop:
+    """Carries requests from the queue to their results, one call of `step` at a time.
+
+    Args:
+        parts: what is run.
+        settings: sizes and choices.
+        intake: starts grammars again after an interruption.
+
+    Attributes:
+        parts: as given.
+        requests: those that have not ended, by id.
+        results: of those that have.
+        deltas: not returned yet; an interrupted step leaves some to the next.
+        scheduler: who runs, who waits.
+        blocks: which blocks they hold.
+        drafting: who is drafted for.
+        counters: totals.
+        is_mid_step: a step was interrupted, so the device may be ahead of the host.
+    """
+
+    def __init__(self, parts: EngineParts, settings: EngineSettings, intake: Intake) -> None:
+        self.parts, self._settings, self._intake = parts, settings, intake
+        self._state, self._sizes = parts.state, parts.sizes
+        self._in_flight = in_flight = InFlight()
+        self._pool = BlockPool(parts.sizes.num_blocks, parts.sizes.block_size, prefix_cache=settings.prefix_cache)
+        self._checks: LoopChecks | None = None
+        asked = settings.check_invariants
+        if checks_are_asked_for() if asked is None else asked:
+            checks = InvariantChecks(
+                self._pool,
+                parts.tables,
+                caches=parts.planes.caches,
+                lengths=parts.state.lengths,
+                lookahead=parts.sizes.lookahead,
+            )
+            self._checks = LoopChecks(checks)
+        self.blocks = RequestBlocks(
+            self._pool,
+            parts.tables,
+            parts.planes,
+            lookahead=parts.sizes.lookahead,
+            identity=prefix_identity(parts.target, parts.drafter, method=parts.method),
+            wants_runs=parts.state.device.type == "cpu",
+            fence=lambda: in_flight.last,
+            checks=self._checks,
+        )
+        self.scheduler = Scheduler(
+            self.blocks, num_slots=settings.max_num_seqs, max_num_waiting=settings.max_num_waiting
+        )
+        self._pace = ChunkPace(
+            prefill_chunk_size=settings.prefill_chunk_size,
+            block_size=parts.sizes.block_size,
+            max_itl_ms=settings.max_itl_ms,
+        )
+        self.requests: dict[str, RunningRequest] = {}
+        self.results = FinishedRequests()
+        self.deltas: list[RequestDelta] = []
+        self.counters = Counters(parts.num_draft_tokens)
+        self._flags = StepFlags()
+        calibration = parts.drafter.calibration if parts.drafter is not None else None
+        self.drafting = Drafting(
+            parts.proposer,
+            settings,
+            self.counters,
+            measure=self._measure_costs,
+            calibrated_first_position=calibration.first_position if calibration is not None else None,
+            device=parts.state.device,
+        )
+        self.is_mid_step = False
+        if settings.draft_length == "adaptive" and parts.num_draft_tokens > 0:  # else the first request waits for it
+            self.drafting.planner.prepare()
+
+    def _measure_costs(self) -> StepCosts:
+        assert self.parts.proposer is not None, "asked for only where something drafts"
+        count = num_trial_blocks(self.parts.tables, self.parts.proposer.num_draft_tokens)
+        lent = self.blocks.lend(count)
+        try:
+            return measure_costs(
+                self.parts.target.model,
+                self.parts.proposer,
+                self.parts.cache,
+                self._state,
+                self.parts.choice,
+                max_num_seqs=self._settings.max_num_seqs,
+                blocks=lent,
+            )
+        finally:
+            self.blocks.give_back(lent)
+
+    def step(self) -> list[RequestDelta]:
+        """Make room, admit, run prompt chunks, run one decode step.
+
+        Whatever interrupts it, Ctrl-C included, the engine stays usable: the next step starts from what the host knows,
+        and returns what this one had come to.
+
+        Returns:
+            Deltas of requests that got tokens, text or an end.
+        """
+        with torch.inference_mode():
+            self._recover()
+            self.is_mid_step = True
+            for request in self.scheduler.pop_expired():
+                self._passed_on(request, request.expire())
+            may_admit = self._make_room()
+            self._prefill(may_admit=may_admit)
+            self._decode()
+            self._retire_idle()
+            self.is_mid_step = False
+        deltas, self.deltas = self.deltas, []
+        return deltas
+
+    def end(self, request_id: str, end: Callable[[RunningRequest], RequestDelta]) -> None:
+        """End a request between steps, even where the last one was interrupted; unknown ids are ignored.
+
+        Args:
+            request_id: whose.
+            end: closes its output and says why; nobody gets the delta.
+        """
+        request = self.requests.get(request_id)
+        if request is None:
+            return
+        if self.is_mid_step:
+            self.scheduler.rebuild(list(self.requests.values()))
+        reason = end(request).finish_reason
+        assert reason is not None, "it ends"
+        self._finish(request, reason)
+        self._drop_deltas(request_id)
+        self._retire_idle()
+
+    def forget(self, request_id: str) -> None:
+        """A new request has the id of one that ended: nothing of that one is given out any more."""
+        self.results.forget(request_id)
+        self._drop_deltas(request_id)
+
+    def _drop_deltas(self, request_id: str) -> None:
+        self.deltas = [delta for delta in self.deltas if delta.request_id != request_id]
+
+    def preempt(self, request_id: str) -> bool:
+        """Let a request step back between steps; False if it does not run."""
+        request = self.requests.get(request_id)
+        if request is None or request.slot is None:
+            return False
+        with torch.inference_mode():
+            self._recover()
+            self._preempt(request)
+        return True
+
+    def close(self) -> None:
+        """Give the memory of the caches back; no request is left."""
+        self.deltas.clear()
+        self._in_flight.drop()
+        self.parts.release()
+
+    def _recover(self) -> None:
+        """After an interrupted step the device may be ahead of the host; what was not delivered is done again."""
+        if not self.is_mid_step:
+            return
+        self._in_flight.drop()
+        self.scheduler.rebuild(list(self.requests.values()))
+        self._drain()
+        for request in list(self.scheduler.running):
+            if request.finish_reason is not None:
+                self._finish(request, request.finish_reason)
+                continue
+            if request.is_decoding and not request.is_resumed:  # its first token did not arrive
+                request.num_prefilled = request.held.num_hit
+            enter_slot(self._state, request)
+            restore_slot(self._state, request)
+            request.grammar = self._intake.start_grammar(request.sampling)
+            if request.grammar is not None:
+                request.grammar.advance(request.output.token_ids)
+        self.is_mid_step = False
+
+    def _make_room(self) -> bool:
+        """Give requests that decode the blocks they need next; False if somebody had to step back for that."""
+        num_before = self.scheduler.num_preemptions
+        for request in list(self.scheduler.running):
+            while request.is_decoding and not self.blocks.grow(request):
+                if self._pool.num_fenced > 0 or len(self._in_flight) > 0:
+                    self._drain()
+                else:
+                    self._preempt(self.scheduler.victim())
+        return self.scheduler.num_preemptions == num_before
+
+    def _preempt(self, request: RunningRequest) -> None:
+        self._drain()
+        if request.slot is not None:
+            self.scheduler.preempt(request)
+
+    def _drain(self) -> None:
+        """Read everything that is in flight; then the device has nothing left to do, and no block waits for it."""
+        self._read(0)
+        if self._state.device.type == "cuda" and self._pool.num_fenced > 0:
+            torch.cuda.synchronize(self._state.device)
+        self._pool.retire(self._in_flight.last)
+
+    def _retire_idle(self) -> None:
+        """Let no block wait for a pass whose results nobody will read, such as a chunk of a prompt that was aborted."""
+        is_done = len(self._in_flight) == 0 and (self._state.device.type == "cpu" or not self.requests)
+        if is_done and self._pool.num_fenced > 0:
+            self._drain()
+
+    def _admit(self) -> RunningRequest | None:
+        """The next request that gets a slot; those that fail there end, and let the ones behind them pass."""
+        scheduler = self.scheduler
+        while scheduler.waiting and scheduler.num_free_slots > 0:
+            first = scheduler.waiting[0]
+            if first.admission == 0:
+                try:
+                    self.drafting.settle(first)
+                except Exception as error:  # such as no memory to measure what a step costs
+                    self._passed_on(first, first.fail(error, doing="it could not be prepared for drafting"))
+                    continue
+            request = scheduler.admit()
+            if request is None:
+                if self._pool.num_fenced == 0:
+                    return None
+                self._drain()
+                continue
+            try:
+                enter_slot(self._state, request)
+            except Exception as error:  # such as no memory for its rules
+                self._passed_on(request, request.fail(error, doing="it could not be given a slot"))
+                continue
+            if request.admitted_s is None:
+                request.admitted_s = time.perf_counter()
+            self.drafting.stop_beyond(request, request.prefill_goal, context_end=request.held.num_hit)
+            return request
+        return None
+
+    def _prefill(self, *, may_admit: bool) -> None:
+        num_run = 0
+        while True:
+            is_alone = not any(request.is_decoding for request in self.scheduler.running)
+            num_left = self._pace.budget(is_alone=is_alone) - num_run
+            if num_left <= 0:
+                return
+            request = self.scheduler.next_to_prefill() or (self._admit() if may_admit else None)
+            if request is None:
+                return
+            start = request.num_prefilled
+            end = self._pace.chunk_end(start, request.prefill_goal, num_left)
+            if end - start > num_left and num_run > 0:
+                return
+            self._prefill_chunk(request, end)
+            num_run += end - start
+
+    def _prefill_chunk(self, request: RunningRequest, end: int) -> None:
+        started_s = time.perf_counter()
+        chunk = next_chunk(
+            request,
+            self._state,
+            self._settings,
+            end=end,
+            plan=lambda: self.drafting.plan([request], self.scheduler.running),
+            stopper=self.drafting.stopper,
+        )
+        proposer = self.parts.proposer if request.is_drafted else None
+        self._count_pass([request], end - request.num_prefilled)
+        output = prefill_chunk(
+            self.parts.target.model, proposer, self.parts.cache, self._state, self.parts.choice, chunk
+        )
+        self.counters.num_prefill_tokens += len(chunk.token_ids)
+        request.num_prefilled = end
+        if output is not None:
+            num_drawn = chunk.plan.most if chunk.plan is not None else 0
+            self._in_flight.keep([request], output, num_drawn=[num_drawn], is_decode=False, started_s=started_s)
+            self._read(0)
+        self._passed()
+        chunk_ms = milliseconds_since(started_s)
+        self._pace.observe_chunk(len(chunk.token_ids), chunk_ms)
+        request.trace.prefill_ms += chunk_ms
+
+    def _decode(self) -> None:
+        requests = [request for request in self.scheduler.running if request.is_decoding]
+        if not requests:
+            return
+        started_s = time.perf_counter()
+        plan = self.drafting.plan(requests, self.scheduler.running)
+        batch = step_batch(
+            requests,
+            self._state,
+            self._settings,
+            plan,
+            flags=self._flags.of(requests),
+            most_drafts=self.drafting.planner.limit(len(requests)),
+            stopper=self.drafting.stopper,
+        )
+        self._count_pass(requests, batch.rows.num_rows)
+        output = decode_step(
+            self.parts.target.model, self.parts.proposer, self.parts.cache, self._state, self.parts.choice, batch
+        )
+        self._in_flight.keep(requests, output, num_drawn=plan.num_drafts, is_decode=True, started_s=started_s)
+        self._read(0)
+        self._passed()
+
+    def _count_pass(self, requests: Sequence[RunningRequest], num_rows: int) -> None:
+        """Number a pass that is about to be launched, with the tables that it reads up to date."""
+        self.parts.tables.flush()
+        number = self._in_flight.count()
+        if self._checks is not None:
+            by_id = dict.fromkeys((request.request_id for request in requests), num_rows)
+            self._checks.before_pass(number, self.scheduler.running, by_id)
+
+    def _passed(self) -> None:
+        if self._checks is not None:
+            self._checks.after_pass(self._in_flight.last, self.scheduler.running)
+
+    # Results
+
+    def _read(self, num_left: int) -> None:
+        """Wait for results and pass them on, oldest first, until so many passes are in flight."""
+        while len(self._in_flight) > num_left:
+            launched = self._in_flight.pop()
+            if launched.is_decode:
+                self._take_steps(launched)
+            else:
+                self._take_first(launched)
+            self._pool.retire(launched.number)
+
+    def _take_first(self, launched: Launched) -> None:
+        for request, step, num_drawn in launched.read():
+            request.num_drawn, request.num_waiting = num_drawn, step.num_waiting
+            if not request.is_resumed:
+                delta = request.take_first(step)
+                self._deliver(delta)
+                self.blocks.publish(request)
+                self._finish_with(request, delta)
+
+    def _take_steps(self, launched: Launched) -> None:
+        parts = launched.read()
+        step_ms = milliseconds_since(launched.started_s)
+        self.counters.num_steps += 1
+        self.counters.total_step_ms += step_ms
+        self._pace.observe_step(step_ms)
+        for request, step, num_drawn in parts:
+            delta = request.take_step(step, step_ms)
+            self._deliver(delta)
+            self.drafting.observe(request, step)
+            request.num_drawn, request.num_waiting = num_drawn, step.num_waiting
+            self.blocks.publish(request)
+            if request.finish_reason is None:
+                self.drafting.stop_beyond(request, request.num_cached, context_end=request.num_cached)
+            if step.fault == NOT_A_NUMBER and request.finish_reason is None:
+                self._retry_without_drafts(request)
+            elif step.fault == NOT_A_NUMBER:
+                request.has_bad_numbers = True  # it ended within its block, but the rows behind may hold anything
+            self._finish_with(request, delta)
+        self.drafting.give_up(launched.requests)
+
+    def _retry_without_drafts(self, request: RunningRequest) -> None:
+        """A block with NaN or infinity says nothing of the request itself: run its anchor again, alone."""
+        assert request.slot is not None, "only admitted requests are run"
+        self.counters.num_spoiled_blocks += 1
+        restore_slot(self._state, request)
+        # A masked key counts nothing, but a masked NaN spoils the sum, so none may wait where a batch reads.
+        self.parts.planes.clear_rows(request.slot, request.num_cached)
+        if self._checks is not None:
+            self._checks.on_admission(request, request.slot)
+
+    def _passed_on(self, request: RunningRequest, delta: RequestDelta) -> None:
+        self._deliver(delta)
+        self._finish_with(request, delta)
+
+    def _deliver(self, delta: RequestDelta) -> None:
+        """Keep what a request has come to, at once: an interruption must not lose it."""
+        self.counters.num_output_tokens += len(delta.token_ids)
+        if delta.step is not None:
+            self.counters.count_step(delta.step)
+        self.deltas.append(delta)
+
+    def _finish_with(self, request: RunningRequest, delta: RequestDelta) -> None:
+        if delta.finish_reason is not None:
+            self._finish(request, delta.finish_reason)
+
+    def _finish(self, request: RunningRequest, reason: FinishReason) -> None:
+        request.finish_reason = reason
+        self.scheduler.remove(request, is_spoiled=request.has_bad_numbers)
+        del self.requests[request.request_id]
+        self.results.put(request.result(reason))
+        self.counters.num_finished += 1
+        self.counters.num_aborted += reason == "abort"
+        self.counters.num_numeric_errors += reason == "error" and request.has_bad_numbers
+        self.counters.num_dead_ends += reason == "error" and request.has_dead_end

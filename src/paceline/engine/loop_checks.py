@@ -1,0 +1,63 @@
+"""The invariants of `invariants.py`, asked about the requests of a running loop; in debug mode alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from paceline.engine.invariants import CheckedRequest, InvariantChecks
+from paceline.engine.running import RunningRequest
+
+
+class LoopChecks:
+    """Shows requests to `InvariantChecks`.
+
+    Args:
+        checks: raises where something does not hold.
+    """
+
+    def __init__(self, checks: InvariantChecks) -> None:
+        self._checks = checks
+
+    def on_admission(self, request: RunningRequest, slot: int) -> None:
+        """A request's blocks were set, in a slot that it has or is about to get."""
+        self._checks.on_admission(_checked(request, slot))
+
+    def before_pass(self, number: int, running: Iterable[RunningRequest], num_rows: Mapping[str, int]) -> None:
+        """A pass is about to be launched.
+
+        Args:
+            number: counts launches.
+            running: every request in a slot.
+            num_rows: of those that take part, by request id.
+        """
+        held = [_checked(request, request.slot, num_rows.get(request.request_id, 0)) for request in running]
+        self._checks.before_step(number, held)
+
+    def after_pass(self, number: int, running: Iterable[RunningRequest]) -> None:
+        """A pass was taken in."""
+        self._checks.after_step(number, [_checked(request, request.slot) for request in running])
+
+    def on_publish(self, request: RunningRequest, index: int) -> None:
+        """A block of a request is about to be published."""
+        self._checks.on_publish(_checked(request, request.slot or 0), index)
+
+    def on_free(self, blocks: Sequence[int], *, fence: int) -> None:
+        """Blocks are about to be freed."""
+        self._checks.on_free(blocks, fence=fence)
+
+    def on_clear(self, blocks: Sequence[int]) -> None:
+        """Blocks were zeroed."""
+        self._checks.on_clear(blocks)
+
+
+def _checked(request: RunningRequest, slot: int | None, num_rows: int = 0) -> CheckedRequest:
+    assert slot is not None, "only admitted requests hold blocks"
+    is_decoding = request.is_decoding and request.is_resumed
+    return CheckedRequest(
+        request_id=request.request_id,
+        slot=slot,
+        blocks=request.held.blocks,
+        num_final=request.num_cached if is_decoding else request.num_prefilled,
+        is_decoding=is_decoding,
+        num_rows=num_rows,
+    )

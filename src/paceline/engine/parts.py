@@ -1,0 +1,170 @@
+"""What an engine runs on the device: models, caches over one set of blocks, and the state of its slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from paceline.engine.attends import AttentionChoice
+from paceline.engine.block_planes import BlockPlanes
+from paceline.engine.block_tables import BlockTables
+from paceline.engine.cache import KeyValueCache
+from paceline.engine.counters import ComponentStats
+from paceline.engine.make_proposer import make_proposer, spare_positions_of
+from paceline.engine.proposal import Proposer
+from paceline.engine.settings import CacheSizes, EngineSettings, cache_sizes, context_length, draft_tokens_per_step
+from paceline.engine.short_list import choose_short_list
+from paceline.engine.slots import SlotState
+from paceline.errors import CompatibilityError
+from paceline.models.drafters.short_list import ShortList
+from paceline.models.layers import Linear
+from paceline.models.loading import LoadedDrafter, LoadedTarget
+from paceline.ops.dispatch import implementations
+
+
+@dataclass
+class EngineParts:
+    """The device's side of an engine.
+
+    Attributes:
+        target: as loaded.
+        drafter: as loaded; None without one.
+        proposer: what drafts; None decodes plainly.
+        short_list: ids that drafts are chosen from; None is all that the drafter can.
+        choice: form of attention.
+        max_model_len: tokens that prompt and output may hold together.
+        sizes: of the caches.
+        tables: which blocks each slot has.
+        cache: the target's keys and values.
+        planes: all caches as one.
+        state: of the slots.
+    """
+
+    target: LoadedTarget
+    drafter: LoadedDrafter | None
+    proposer: Proposer | None
+    short_list: ShortList | None
+    choice: AttentionChoice
+    max_model_len: int
+    sizes: CacheSizes
+    tables: BlockTables
+    cache: KeyValueCache
+    planes: BlockPlanes
+    state: SlotState
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """K; 0 where nothing drafts."""
+        return self.proposer.num_draft_tokens if self.proposer is not None else 0
+
+    @property
+    def method(self) -> str:
+        """How drafts are made, or "plain"."""
+        return self.proposer.name if self.proposer is not None else "plain"
+
+    def stats(self) -> ComponentStats:
+        """Where the memory goes, and what carries an operation out."""
+        weights = {parameter.data_ptr(): parameter for parameter in self.target.model.parameters()}
+        drafter_cache = self.proposer.cache if self.proposer is not None else None
+        choice = self.choice
+        form = "row_invariant" if choice.is_row_invariant else "batched" if choice.is_batched else "per_request"
+        return ComponentStats(
+            target_weight_bytes=_weight_bytes(self.target.model, set()),
+            drafter_weight_bytes=0 if self.drafter is None else _weight_bytes(self.drafter.model, set(weights)),
+            target_cache_bytes=self.cache.num_bytes,
+            drafter_cache_bytes=drafter_cache.num_bytes if drafter_cache is not None else 0,
+            token_rules_bytes=self.state.tokens.num_bytes,
+            linear_mode=self.target.linear_mode,
+            attention=form,
+            implementations=implementations(),
+            method=self.method,
+        )
+
+    def release(self) -> None:
+        """Give the memory of the caches back; nothing can be run any more."""
+        self.planes.release()
+        self.proposer = None
+
+
+def make_parts(
+    target: LoadedTarget, drafter: LoadedDrafter | None, settings: EngineSettings, proposer: Proposer | None
+) -> EngineParts:
+    """Put an engine's parts together.
+
+    Args:
+        target: the model that decides.
+        drafter: the model that proposes; None decodes plainly.
+        settings: sizes and choices.
+        proposer: something else that proposes, instead of `drafter`.
+
+    Raises:
+        CompatibilityError: the target has layers that keep something else than keys and values.
+        ConfigError: a setting asks for more than the models can do, or the pool holds not even one request.
+        CapacityError: the caches do not fit into memory.
+    """
+    weight, contract = target.model.norm.weight, target.contract
+    if contract.kimi is not None:
+        raise CompatibilityError(
+            f"{contract.architecture} has recurrent and latent layers; the engine keeps keys and values alone",
+            origin={"target": contract.origin},
+            hint="`capture` and `train` run such a target",
+        )
+    choice = AttentionChoice.for_device(weight.device, is_row_invariant=target.linear_mode == "row_invariant")
+    max_model_len = context_length(target, settings)
+    num_draft_tokens = draft_tokens_per_step(drafter, proposer, settings)
+    sizes = cache_sizes(
+        settings,
+        max_model_len=max_model_len,
+        num_draft_tokens=num_draft_tokens,
+        spare_positions=spare_positions_of(drafter, num_draft_tokens) if proposer is None else 0,
+        device_type=weight.device.type,
+    )
+    tables = BlockTables(
+        settings.max_num_seqs,
+        num_blocks=sizes.num_blocks,
+        block_size=sizes.block_size,
+        max_blocks=sizes.max_blocks,
+        device=weight.device,
+    )
+    cache = KeyValueCache(
+        tables,
+        num_layers=contract.num_layers,
+        num_kv_heads=contract.num_kv_heads,
+        head_size=contract.head_size,
+        dtype=weight.dtype,
+        device=weight.device,
+    )
+    short_list: ShortList | None = None
+    if drafter is not None and proposer is None:
+        short_list = choose_short_list(target, drafter, settings.draft_vocab_size)
+        proposer = make_proposer(
+            target, drafter, choice, settings, num_draft_tokens=num_draft_tokens, tables=tables, short_list=short_list
+        )
+    drafter_cache = proposer.cache if proposer is not None else None
+    state = SlotState(
+        settings.max_num_seqs,
+        num_draft_tokens=num_draft_tokens,
+        num_candidates=proposer.num_candidates if proposer is not None else 0,
+        device=weight.device,
+        vocab_size=contract.vocab_size,
+    )
+    planes = BlockPlanes([cache] if drafter_cache is None else [cache, drafter_cache])
+    return EngineParts(
+        target, drafter, proposer, short_list, choice, max_model_len, sizes, tables, cache, planes, state
+    )
+
+
+def _weight_bytes(model: nn.Module, known: set[int]) -> int:
+    """Memory of a model's parameters and of its packed weights, each once; those of another model are left out."""
+    sizes = {
+        tensor.data_ptr(): tensor.numel() * tensor.element_size()
+        for tensor in model.parameters()
+        if tensor.data_ptr() not in known
+    }
+    for part in model.modules():
+        packed = part.packed if isinstance(part, Linear) and part.weight.data_ptr() not in known else None
+        if packed is not None:  # a second copy, in the order that oneDNN reads
+            sizes[torch.ops.mkldnn.data_ptr(packed)] = torch.ops.mkldnn._nbytes(packed)
+    return sum(sizes.values())

@@ -1,0 +1,77 @@
+"""Filling targets from their files, whole or as one stage of a pipeline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from paceline.checkpoint.contract import TargetContract
+from paceline.checkpoint.gguf import open_gguf
+from paceline.checkpoint.kimi_config import read_quantization
+from paceline.checkpoint.kimi_names import boundary_names, kimi_slots, kimi_text_slots, mtp_names
+from paceline.checkpoint.kimi_tensors import open_kimi
+from paceline.checkpoint.locate import read_json
+from paceline.checkpoint.names import dense_target_destinations, dense_target_ignored
+from paceline.checkpoint.weights import TensorSource, load_strict, open_safetensors
+from paceline.models.building import materialise
+from paceline.models.targets.kimi_stage import KimiStage
+
+
+def fill_target(model: nn.Module, contract: TargetContract, path: Path) -> None:
+    """Read all weights of a target.
+
+    Args:
+        model: from `empty_target`.
+        contract: read from the same files.
+        path: a folder, or a `.gguf` file.
+    Raises:
+        CheckpointError: a tensor is missing, unused, misshapen or not finite, or stored in a way that is not read.
+    """
+    parameters = dict(model.named_parameters())
+    if contract.kimi is None:
+        source = open_gguf(path) if path.suffix == ".gguf" else open_safetensors(path)
+        destinations = dense_target_destinations(contract)
+        load_strict(parameters, source, destinations, ignored=dense_target_ignored(contract))
+        return
+    source = _kimi_source(contract, path)
+    destinations = {slot.name: slot.destination for slot in kimi_slots(contract)}
+    load_strict(parameters, source, destinations, ignored=mtp_names(contract, source.names()))
+
+
+def load_stage(
+    contract: TargetContract, path: Path, start: int, end: int, *, dtype: torch.dtype, device: torch.device
+) -> KimiStage:
+    """Build and fill one stage of a Kimi target; a multimodal one's tower belongs to no stage.
+
+    The two score vectors of the layer behind the stage are copied if the files have them. If not, the stage runs, and
+    `prepare_taps` refuses the capture id that needs them.
+
+    Args:
+        contract: of the whole target.
+        path: its folder.
+        start: first layer.
+        end: behind the last layer.
+        dtype: of the weights.
+        device: of the weights.
+    Raises:
+        CheckpointError: as for `fill_target`, over the tensors of this stage.
+        ConfigError: there are no such layers.
+    """
+    with torch.device("meta"):
+        stage = KimiStage(contract, start, end)
+    materialise(stage, dtype, device)
+    source, parameters = _kimi_source(contract, path), dict(stage.named_parameters())
+    destinations = {slot.name: slot.destination for slot in kimi_text_slots(contract) if slot.parameter in parameters}
+    elsewhere = {slot.name for slot in kimi_slots(contract)}.difference(destinations)
+    load_strict(parameters, source, destinations, ignored=elsewhere | mtp_names(contract, source.names()))
+    names = boundary_names(contract, end)
+    if stage.boundary is not None and set(names) <= set(source.names()):
+        stage.boundary.set(*(source.load(name) for name in names))
+    return stage.eval()
+
+
+def _kimi_source(contract: TargetContract, path: Path) -> TensorSource:
+    quantization = read_quantization(read_json(path / "config.json"), contract.origin)
+    return open_kimi(open_safetensors(path), contract, quantization)

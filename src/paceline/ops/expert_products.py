@@ -1,0 +1,179 @@
+"""The experts of a mixture as two grouped matrix products on a GPU, without the host knowing who chose whom.
+
+    inside[p]  = act(gate_e x[row(p)], up_e x[row(p)])          for pairs p of row and expert, sorted by expert e
+    y[pair(p)] = down_e inside[p]
+
+Pairs of one expert form tiles; which expert a tile belongs to is found on the device, and the number of tiles is the
+most that any routing can need. Projections are rounded to the rows' dtype where the modules of a dense layer round.
+`mixture_of_experts.expert_products_grouped` is the definition.
+
+T rows, A chosen per row, P = T * A pairs, E experts, X width of an expert's input, I of its inside.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.ops.dispatch import kernel, tl, triton
+from paceline.ops.gated_activation import Activation, activate
+
+_FEW_PAIRS, _MANY_PAIRS = 16, 64  # per tile: for a step's rows, and for a prompt's
+_FEW_PER_EXPERT = 32
+_OUTPUTS, _INPUTS = 64, 64  # of a tile of a weight
+
+
+@kernel
+def _gate_up_kernel(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    tile_expert_ptr: tl.tensor,
+    tile_start_ptr: tl.tensor,
+    tile_end_ptr: tl.tensor,
+    inside_ptr: tl.tensor,
+    num_chosen: tl.tensor,
+    width: tl.tensor,
+    inside_size: tl.tensor,
+    num_experts: tl.tensor,
+    beta: tl.tensor,
+    linear_beta: tl.tensor,
+    IS_SITU: tl.constexpr,
+    BOUNDS_UP: tl.constexpr,
+    PAIRS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+) -> None:
+    tile = tl.program_id(0)
+    expert = tl.load(tile_expert_ptr + tile).to(tl.int64)
+    if expert < num_experts:
+        pair = tl.load(tile_start_ptr + tile) + tl.arange(0, PAIRS)
+        is_pair = pair < tl.load(tile_end_ptr + tile)
+        row = tl.load(order_ptr + pair, mask=is_pair, other=0) // num_chosen
+        out_at = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+        is_out = out_at < inside_size
+        gate = tl.zeros([PAIRS, OUTPUTS], dtype=tl.float32)
+        up = tl.zeros([PAIRS, OUTPUTS], dtype=tl.float32)
+        weight_at = weight_ptr + (expert * 2 * inside_size + out_at[None, :]) * width
+        for first in range(0, width, INPUTS):
+            in_at = first + tl.arange(0, INPUTS)
+            is_in = in_at < width
+            x_at = x_ptr + row[:, None] * width + in_at[None, :]
+            x = tl.load(x_at, mask=is_pair[:, None] & is_in[None, :], other=0.0)
+            is_cell = is_in[:, None] & is_out[None, :]
+            w_gate = tl.load(weight_at + in_at[:, None], mask=is_cell, other=0.0)
+            w_up = tl.load(weight_at + inside_size * width + in_at[:, None], mask=is_cell, other=0.0)
+            gate += tl.dot(x, w_gate, input_precision="ieee")
+            up += tl.dot(x, w_up, input_precision="ieee")
+        dtype = inside_ptr.dtype.element_ty
+        gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+        y = activate(gate, up, beta, linear_beta, IS_SITU, BOUNDS_UP)
+        inside_at = inside_ptr + pair.to(tl.int64)[:, None] * inside_size + out_at[None, :]
+        tl.store(inside_at, y.to(dtype), mask=is_pair[:, None] & is_out[None, :])
+
+
+@kernel
+def _down_kernel(
+    inside_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    tile_expert_ptr: tl.tensor,
+    tile_start_ptr: tl.tensor,
+    tile_end_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    width: tl.tensor,
+    inside_size: tl.tensor,
+    num_experts: tl.tensor,
+    PAIRS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+) -> None:
+    tile = tl.program_id(0)
+    expert = tl.load(tile_expert_ptr + tile).to(tl.int64)
+    if expert < num_experts:
+        pair = tl.load(tile_start_ptr + tile) + tl.arange(0, PAIRS)
+        is_pair = pair < tl.load(tile_end_ptr + tile)
+        target = tl.load(order_ptr + pair, mask=is_pair, other=0)
+        out_at = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+        is_out = out_at < width
+        y = tl.zeros([PAIRS, OUTPUTS], dtype=tl.float32)
+        weight_at = weight_ptr + (expert * width + out_at[None, :]) * inside_size
+        for first in range(0, inside_size, INPUTS):
+            in_at = first + tl.arange(0, INPUTS)
+            is_in = in_at < inside_size
+            inside_at = inside_ptr + pair.to(tl.int64)[:, None] * inside_size + in_at[None, :]
+            inside = tl.load(inside_at, mask=is_pair[:, None] & is_in[None, :], other=0.0)
+            weight = tl.load(weight_at + in_at[:, None], mask=is_in[:, None] & is_out[None, :], other=0.0)
+            y += tl.dot(inside, weight, input_precision="ieee")
+        y_at = y_ptr + target[:, None] * width + out_at[None, :]
+        tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=is_pair[:, None] & is_out[None, :])
+
+
+def tiles_of(ids_P: Tensor, num_experts: int, tile_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sort pairs by expert and cut each expert's into tiles, without waiting for the device.
+
+    Args:
+        ids_P: int64; ids outside the experts belong to nobody here.
+        num_experts: E.
+        tile_size: most pairs of a tile.
+    Returns:
+        order_P: pairs in the order of their experts, those of nobody last.
+        expert, start, end of every tile; expert E marks a tile that is not needed.
+    """
+    own_P = torch.where((ids_P >= 0) & (ids_P < num_experts), ids_P, num_experts)
+    order_P = own_P.argsort(stable=True)
+    counts_E = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids_P.device)
+    counts_E.scatter_add_(0, own_P, torch.ones_like(own_P))
+    ends_E = counts_E[:num_experts].cumsum(0)
+    tile_ends_E = ((counts_E[:num_experts] + tile_size - 1) // tile_size).cumsum(0)
+    num_pairs = ids_P.shape[0]
+    tile = torch.arange(num_pairs // tile_size + min(num_experts, num_pairs), device=ids_P.device)
+    expert = torch.searchsorted(tile_ends_E, tile, right=True)
+    known = expert.clamp(max=num_experts - 1)
+    tiles_E = (counts_E[:num_experts] + tile_size - 1) // tile_size
+    start = (ends_E - counts_E[:num_experts])[known] + (tile - (tile_ends_E - tiles_E)[known]) * tile_size
+    return order_P, expert, start, ends_E[known]
+
+
+def expert_products_triton(
+    x_TX: Tensor, expert_ids_TA: Tensor, gate_up_EZX: Tensor, down_EXI: Tensor, activation: Activation
+) -> Tensor:
+    """Launch two programs per tile of pairs and run of outputs.
+
+    Args:
+        x_TX: rows.
+        expert_ids_TA: int64; pairs with ids outside the experts get zeros.
+        gate_up_EZX: in the rows' dtype, contiguous.
+        down_EXI: the same.
+        activation: between the products.
+    Returns:
+        [P, X] in the rows' dtype.
+    """
+    num_experts, width, inside_size = down_EXI.shape
+    num_pairs = expert_ids_TA.numel()
+    tile_size = _FEW_PAIRS if num_pairs <= _FEW_PER_EXPERT * num_experts else _MANY_PAIRS
+    order_P, *tiles = tiles_of(expert_ids_TA.flatten(), num_experts, tile_size)
+    inside_PI = torch.empty(num_pairs, inside_size, dtype=x_TX.dtype, device=x_TX.device)
+    y_PX = torch.zeros(num_pairs, width, dtype=x_TX.dtype, device=x_TX.device)
+    sizes = {"PAIRS": tile_size, "OUTPUTS": _OUTPUTS, "INPUTS": _INPUTS}
+    with torch.cuda.device_of(x_TX):
+        _gate_up_kernel[tiles[0].shape[0], triton.cdiv(inside_size, _OUTPUTS)](
+            x_TX.contiguous(),
+            gate_up_EZX,
+            order_P,
+            *tiles,
+            inside_PI,
+            expert_ids_TA.shape[1],
+            width,
+            inside_size,
+            num_experts,
+            float(activation.beta),
+            float(activation.linear_beta or 1.0),
+            IS_SITU=activation.kind == "situ",
+            BOUNDS_UP=activation.kind == "situ" and activation.linear_beta is not None,
+            **sizes,
+        )
+        _down_kernel[tiles[0].shape[0], triton.cdiv(width, _OUTPUTS)](
+            inside_PI, down_EXI, order_P, *tiles, y_PX, width, inside_size, num_experts, **sizes
+        )
+    return y_PX

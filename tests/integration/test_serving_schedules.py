@@ -1,0 +1,127 @@
+"""500 random schedules: whatever happens around a request, it comes out as it does alone, and every block comes back.
+
+`python -m tests.random_schedules` runs more of them. Behind them planted faults; some schedule has to see each, by the
+engine's own checks or, with these switched off, by what comes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from tests.random_schedules import check_schedules
+
+from paceline.engine.block_planes import BlockPlanes
+from paceline.engine.held_blocks import HeldBlocks
+from paceline.engine.request_blocks import RequestBlocks
+from paceline.engine.running import RunningRequest
+from paceline.engine.scheduler import Scheduler
+
+NUM_PORTIONS, PER_PORTION = 10, 50
+NUM_WITH_FAULTS, SEED_WITH_FAULTS = 60, 1_000
+
+
+@pytest.mark.parametrize("portion", range(NUM_PORTIONS))
+def test_every_request_comes_out_as_it_does_alone(portion: int) -> None:
+    check_schedules(PER_PORTION, portion)
+
+
+def free_what_was_hit(patch: pytest.MonkeyPatch) -> None:
+    """A hit is read without being held: once its first owner has gone, its blocks are anybody's."""
+    admit, release = RequestBlocks.admit, RequestBlocks.release
+    unheld: dict[str, list[int]] = {}
+
+    def admit_without(self: RequestBlocks, request: RunningRequest, slot: int) -> bool:
+        moves = self.num_consolidations
+        is_admitted = admit(self, request, slot)
+        if is_admitted and moves == self.num_consolidations:
+            unheld[request.request_id] = request.held.blocks[: len(request.held.hit_contexts)]
+            self.pool.put_back(unheld[request.request_id])
+        return is_admitted
+
+    def release_rest(self: RequestBlocks, request: RunningRequest, *, is_spoiled: bool) -> None:
+        gone = unheld.pop(request.request_id, [])
+        request.held.blocks = [block for block in request.held.blocks if block not in gone]
+        release(self, request, is_spoiled=is_spoiled)
+
+    patch.setattr(RequestBlocks, "admit", admit_without)
+    patch.setattr(RequestBlocks, "release", release_rest)
+
+
+def publish_the_anchor(patch: pytest.MonkeyPatch) -> None:
+    """A block counts as full with the last token delivered, whose own keys the next step would write."""
+    num_final = RunningRequest.num_final.fget
+    assert num_final is not None
+
+    def too_many(self: RunningRequest) -> int:
+        final: int = num_final(self)
+        return final + int(final == self.num_cached)
+
+    patch.setattr(RunningRequest, "num_final", property(too_many))
+
+
+def forget_what_lacks_context(patch: pytest.MonkeyPatch) -> None:
+    """Blocks of requests without drafts are found as if the drafter's keys were in them."""
+    patch.setattr(HeldBlocks, "has_draft_context", lambda *_args: True)
+
+
+def copy_the_target_alone(patch: pytest.MonkeyPatch) -> None:
+    """Blocks are gathered into one run, but the drafter's keys stay behind."""
+
+    def copy(self: BlockPlanes, source: list[int], target: list[int]) -> None:
+        self.caches[0].copy_blocks(source, target)
+
+    patch.setattr(BlockPlanes, "copy", copy)
+
+
+def lose_a_token(patch: pytest.MonkeyPatch) -> None:
+    """Who steps back comes again without the last token that was delivered."""
+    preempt = Scheduler.preempt
+
+    def forgetful(self: Scheduler, request: RunningRequest) -> None:
+        preempt(self, request)
+        if len(request.output.token_ids) > 1:
+            request.output.token_ids.pop()
+
+    patch.setattr(Scheduler, "preempt", forgetful)
+
+
+def grow_too_late(patch: pytest.MonkeyPatch) -> None:
+    """Blocks come once they are full, not before a step writes behind them."""
+    grow = RequestBlocks.grow
+
+    def late(self: RequestBlocks, request: RunningRequest) -> bool:
+        lookahead, self._lookahead = self._lookahead, 1
+        try:
+            return grow(self, request)
+        finally:
+            self._lookahead = lookahead
+
+    patch.setattr(RequestBlocks, "grow", late)
+
+
+FAULTS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
+    free_what_was_hit,
+    publish_the_anchor,
+    forget_what_lacks_context,
+    copy_the_target_alone,
+    lose_a_token,
+    grow_too_late,
+)
+
+
+@pytest.fixture(scope="module")
+def _sound_schedules() -> None:
+    """The schedules that faults are planted in: without them nothing is wrong, and what requests do alone is known."""
+    check_schedules(NUM_WITH_FAULTS, SEED_WITH_FAULTS)
+
+
+@pytest.mark.usefixtures("_sound_schedules")
+@pytest.mark.parametrize("is_checked", [True, False], ids=["checks on", "checks off"])
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+def test_a_planted_fault_is_seen(
+    plant: Callable[[pytest.MonkeyPatch], None], is_checked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_schedules(NUM_WITH_FAULTS, SEED_WITH_FAULTS, is_checked=is_checked)
