@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,10 +18,10 @@ class CompiledLayers:
 
     Args:
         model: frozen.
-        backend: of torch.compile.
+        backend: of torch.compile, by name or itself.
     """
 
-    def __init__(self, model: Target, *, backend: str = "inductor") -> None:
+    def __init__(self, model: Target, *, backend: str | Callable[..., Any] = "inductor") -> None:
         self._layers: list[Any] = list(model.layers)
         self._compiled = [torch.compile(layer.forward, dynamic=True, backend=backend) for layer in self._layers]
 
