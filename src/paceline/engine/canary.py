@@ -31,7 +31,7 @@ from paceline.engine.slots import SlotState
 from paceline.models.attends import WholeSequence
 from paceline.models.drafters.proposal import Proposal
 from paceline.models.loading import LoadedDrafter, LoadedTarget
-from paceline.models.targets.dense import DenseTarget
+from paceline.models.targets.target import Target
 from paceline.ops.sample_tokens import NO_TOKEN
 
 _PROMPT_LENGTHS = (5, 23, 11)  # three for two slots: ragged, and one slot is used again
@@ -349,7 +349,7 @@ def _finished(
 
 
 @torch.inference_mode()
-def _logprob_errors(target: DenseTarget, result: RequestResult) -> list[float]:
+def _logprob_errors(target: Target, result: RequestResult) -> list[float]:
     """How far the log-probability of each delivered token is from what one pass over the finished text gives."""
     assert result.logprobs is not None, "asked for"
     text = result.prompt_ids + result.token_ids
@@ -363,7 +363,7 @@ def _logprob_errors(target: DenseTarget, result: RequestResult) -> list[float]:
     return errors
 
 
-def _first_refusal(target: DenseTarget, right: RequestResult, result: RequestResult) -> tuple[str | None, bool]:
+def _first_refusal(target: Target, right: RequestResult, result: RequestResult) -> tuple[str | None, bool]:
     """The first place where a replay left the plain text, and whether rounding alone explains it."""
     pairs = enumerate(zip(result.token_ids, right.token_ids, strict=False))  # a replay ends at its first refusal
     index = next((index for index, (found, wanted) in pairs if found != wanted), None)
@@ -381,7 +381,7 @@ def _first_refusal(target: DenseTarget, right: RequestResult, result: RequestRes
 
 
 @torch.inference_mode()
-def _is_near_tie(target: DenseTarget, token_ids: Sequence[int], one: int, other: int) -> bool:
+def _is_near_tie(target: Target, token_ids: Sequence[int], one: int, other: int) -> bool:
     """Whether two tokens score the same after a text, up to a few units of the logits' last place."""
     ids_1T = torch.tensor([token_ids], device=target.norm.weight.device)
     positions_1T = torch.arange(ids_1T.shape[1], device=ids_1T.device).unsqueeze(0)

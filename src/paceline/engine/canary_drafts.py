@@ -24,7 +24,7 @@ from paceline.models.drafters.eagle3 import Eagle3Drafter
 from paceline.models.drafters.proposal import Proposal
 from paceline.models.loading import LoadedDrafter
 from paceline.models.taps import TapCollector
-from paceline.models.targets.dense import DenseTarget
+from paceline.models.targets.target import Target
 from paceline.ops.attention import attention
 
 Block = tuple[int, Sequence[int]]  # anchor position, drafts
@@ -86,7 +86,7 @@ def candidates_of(proposal: Proposal, row: int) -> list[dict[int, float]]:
 
 
 def compare_drafts(
-    target: DenseTarget, drafter: LoadedDrafter, text: Sequence[int], blocks: Sequence[ServedBlock]
+    target: Target, drafter: LoadedDrafter, text: Sequence[int], blocks: Sequence[ServedBlock]
 ) -> DraftComparison:
     """Hold served drafts of a greedy request against direct ones.
 
@@ -104,9 +104,7 @@ def compare_drafts(
     return found
 
 
-def count_equal_drafts(
-    target: DenseTarget, drafter: LoadedDrafter, text: Sequence[int], blocks: Sequence[Block]
-) -> int:
+def count_equal_drafts(target: Target, drafter: LoadedDrafter, text: Sequence[int], blocks: Sequence[Block]) -> int:
     """How many served drafts are the direct ones, id by id; arguments as for `compare_drafts`."""
     return sum(
         a == b
@@ -141,7 +139,7 @@ def _distance(one: Mapping[int, float], other: Mapping[int, float]) -> float:
 
 @torch.inference_mode()
 def direct_proposals(
-    target: DenseTarget, drafter: LoadedDrafter, text: Sequence[int], blocks: Sequence[Block]
+    target: Target, drafter: LoadedDrafter, text: Sequence[int], blocks: Sequence[Block]
 ) -> Iterator[Proposal]:
     """The greedy proposal of each block, with its candidates and their probabilities beside it."""
     model = drafter.model
@@ -162,7 +160,7 @@ def direct_proposals(
 
 
 def _block_proposal(
-    target: DenseTarget,
+    target: Target,
     model: BlockDrafter,
     anchors_1: Tensor,
     position: int,

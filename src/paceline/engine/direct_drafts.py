@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.models.drafters.draw import draw_rows, join_rows
 from paceline.models.drafters.eagle3 import Eagle3Drafter
 from paceline.models.drafters.proposal import DraftSampling, Proposal
-from paceline.models.targets.dense import DenseTarget
+from paceline.models.targets.target import Target
 from paceline.ops.attention import attention
 
 
@@ -39,7 +39,7 @@ class CausalWindows:
 
 
 def direct_sequential_drafts(
-    target: DenseTarget, drafter: Eagle3Drafter, text_1T: Tensor, features_1TD: Tensor, anchor: int, num_drafts: int
+    target: Target, drafter: Eagle3Drafter, text_1T: Tensor, features_1TD: Tensor, anchor: int, num_drafts: int
 ) -> list[int]:
     """The ids of `direct_sequential_proposal`, which has the same arguments."""
     proposal = direct_sequential_proposal(target, drafter, text_1T, features_1TD, anchor, num_drafts)
@@ -49,7 +49,7 @@ def direct_sequential_drafts(
 
 @torch.inference_mode()
 def direct_sequential_proposal(
-    target: DenseTarget, drafter: Eagle3Drafter, text_1T: Tensor, features_1TD: Tensor, anchor: int, num_drafts: int
+    target: Target, drafter: Eagle3Drafter, text_1T: Tensor, features_1TD: Tensor, anchor: int, num_drafts: int
 ) -> Proposal:
     """Draft behind an anchor with the whole text in view; every draft runs all rows again.
 

@@ -10,6 +10,7 @@ from torch import nn
 from paceline.engine.prefix_chain import PrefixIdentity
 from paceline.models.drafters.eagle3 import Eagle3Drafter
 from paceline.models.loading import LoadedDrafter, LoadedTarget
+from paceline.models.targets.target import Target
 
 _VALUES_PER_TENSOR = 4
 
@@ -29,7 +30,7 @@ def prefix_identity(target: LoadedTarget, drafter: LoadedDrafter | None, *, meth
     )
 
 
-def weights_digest(model: nn.Module) -> str:
+def weights_digest(model: nn.Module | Target) -> str:
     """A name for a model's weights: names, sizes and a few values of each tensor, which tell two trainings apart."""
     digest = blake2b(digest_size=16)
     samples = []

@@ -21,6 +21,7 @@ from paceline.errors import CompatibilityError
 from paceline.models.drafters.short_list import ShortList
 from paceline.models.layers import Linear
 from paceline.models.loading import LoadedDrafter, LoadedTarget
+from paceline.models.targets.target import Target
 from paceline.ops.dispatch import implementations
 
 
@@ -156,7 +157,7 @@ def make_parts(
     )
 
 
-def _weight_bytes(model: nn.Module, known: set[int]) -> int:
+def _weight_bytes(model: nn.Module | Target, known: set[int]) -> int:
     """Memory of a model's parameters and of its packed weights, each once; those of another model are left out."""
     sizes = {
         tensor.data_ptr(): tensor.numel() * tensor.element_size()

@@ -23,7 +23,7 @@ from paceline.engine.slots import SamplingFlags, SlotState
 from paceline.engine.step import StepOutput, draft_next, run_rows
 from paceline.engine.verifier import JudgedBlock, judge
 from paceline.models.drafters.proposal import Proposal
-from paceline.models.targets.dense import DenseTarget
+from paceline.models.targets.target import Target
 from paceline.ops.acceptance import VerifyMethod
 
 
@@ -60,7 +60,7 @@ class PrefillChunk:
 
 
 def prefill_chunk(
-    target: DenseTarget,
+    target: Target,
     proposer: Proposer | None,
     cache: KeyValueCache,
     state: SlotState,

@@ -19,7 +19,7 @@ from paceline.engine.cache import KeyValueCache, Write
 from paceline.engine.slots import SlotState
 from paceline.models.drafters.block_drafter import BlockDrafter
 from paceline.models.drafters.proposal import DraftSampling, Proposal
-from paceline.models.targets.dense import DenseTarget
+from paceline.models.targets.target import Target
 from paceline.ops.sample_tokens import NO_TOKEN
 
 
@@ -120,7 +120,7 @@ class BlockProposer:
 
     def __init__(
         self,
-        target: DenseTarget,
+        target: Target,
         drafter: BlockDrafter,
         cache: KeyValueCache,
         choice: AttentionChoice,

@@ -30,7 +30,7 @@ from paceline.engine.slots import SlotState
 from paceline.models.drafters.draw import draw_rows, join_rows
 from paceline.models.drafters.eagle3 import Eagle3Drafter
 from paceline.models.drafters.proposal import MAX_CANDIDATES, DraftSampling, Proposal
-from paceline.models.targets.dense import DenseTarget
+from paceline.models.targets.target import Target
 from paceline.ops.sample_tokens import NO_TOKEN
 
 
@@ -63,7 +63,7 @@ class SequentialProposer:
 
     def __init__(
         self,
-        target: DenseTarget,
+        target: Target,
         drafter: Eagle3Drafter,
         cache: KeyValueCache,
         choice: AttentionChoice,

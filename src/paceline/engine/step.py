@@ -35,7 +35,7 @@ from paceline.engine.sampling import LogprobsMode
 from paceline.engine.slots import SamplingFlags, SlotState
 from paceline.engine.verifier import JudgedBlock, judge
 from paceline.models.taps import TapCollector
-from paceline.models.targets.dense import DenseTarget
+from paceline.models.targets.target import Target
 from paceline.ops.acceptance import VerifyMethod, reads_q
 from paceline.ops.finalise_block import SOUND
 from paceline.ops.sample_tokens import NO_TOKEN
@@ -177,7 +177,7 @@ class HostStep:
 
 
 def decode_step(
-    target: DenseTarget,
+    target: Target,
     proposer: Proposer | None,
     cache: KeyValueCache,
     state: SlotState,
@@ -254,7 +254,7 @@ def draft_next(
 
 
 def run_rows(
-    target: DenseTarget,
+    target: Target,
     proposer: Proposer | None,
     cache: KeyValueCache,
     choice: AttentionChoice,

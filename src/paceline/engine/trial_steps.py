@@ -14,7 +14,7 @@ from paceline.engine.sampling_flags import SamplingFlags
 from paceline.engine.slots import SlotState
 from paceline.engine.step import StepBatch, decode_step
 from paceline.engine.step_cost import StepCosts, measure_step_costs, sizes_to_measure
-from paceline.models.targets.dense import DenseTarget
+from paceline.models.targets.target import Target
 
 _CONTEXT = 256
 _VERIFY_BUDGET_S = 1.0
@@ -23,7 +23,7 @@ _DRAFT_BUDGET_S = 0.5
 
 @torch.inference_mode()
 def measure_costs(
-    target: DenseTarget,
+    target: Target,
     proposer: Proposer,
     cache: KeyValueCache,
     state: SlotState,

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ from paceline.models.fingerprint import check_fingerprint as replay
 from paceline.models.fingerprint import is_old
 from paceline.models.layers import LinearMode, set_linear_mode
 from paceline.models.target_weights import fill_target
-from paceline.models.targets.dense import DenseTarget
+from paceline.models.targets.target import Target
 from paceline.ops.linear import can_pack
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 class LoadedTarget:
     """A target with its promises, its tokenizer and the arithmetic of its linears."""
 
-    model: DenseTarget
+    model: Target
     contract: TargetContract
     tokenizer: TextTokenizer
     linear_mode: LinearMode
@@ -63,7 +63,7 @@ class LoadedDrafter:
     model: Drafter
     contract: DrafterContract
     num_draft_tokens: int
-    checked_on: DenseTarget | None = None  # the target that it was checked on, and whose tables it may share
+    checked_on: Target | None = None  # the target that it was checked on, and whose tables it may share
     token_counts_W: Tensor | None = None  # int64, by target id: how often it is in the answers of the training data
     calibration: Calibration | None = None  # what it accepted where it was measured; serving is held against it
 
@@ -120,8 +120,7 @@ def load_target(
     mode = _resolve_linear_mode(linear_mode, model.norm.weight)
     set_linear_mode(model, mode)
     _log.info("target %s: %s on %s, linear mode %s", contract.name, model.norm.weight.dtype, where, mode)
-    # TODO once engine/ takes `Target`: the field too, and no cast
-    return LoadedTarget(cast(DenseTarget, model), contract, open_tokenizer(path), mode)
+    return LoadedTarget(model, contract, open_tokenizer(path), mode)
 
 
 def _resolve_linear_mode(asked: LinearMode | Literal["auto"], weight: Tensor) -> LinearMode:

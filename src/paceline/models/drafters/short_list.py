@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from paceline.models.drafters.dspark import DSparkDrafter
 from paceline.models.drafters.table import Drafter
-from paceline.models.targets.dense import DenseTarget
+from paceline.models.targets.target import Target
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -32,7 +32,7 @@ class ShortList:
     coverage: float
 
 
-def shortened(drafter: Drafter, short_list: ShortList, target: DenseTarget) -> Drafter:
+def shortened(drafter: Drafter, short_list: ShortList, target: Target) -> Drafter:
     """The same drafter for fewer ids: rows of its head and of a DSpark's Markov table are copied, all else is shared.
 
     Args:
