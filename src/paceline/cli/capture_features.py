@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from paceline.capture.feature_plan import CaptureSettings
     from paceline.capture.feature_record import Texts
     from paceline.capture.features import FeatureCapture
-    from paceline.checkpoint.contract import TargetContract
+    from paceline.checkpoint.contract import AuxHiddenStream, TargetContract
     from paceline.checkpoint.tokenizer import TextTokenizer
     from paceline.configuration.run import TrainRun
 
@@ -62,10 +62,18 @@ def features(
     _, environment = options.begin(context, debug=debug, no_color=no_color, verbose=verbose, quiet=quiet)
     from paceline.configuration.load import load_settings
     from paceline.configuration.run import TrainRun
+    from paceline.log import get_logger
 
     run = load_settings(TrainRun, config, [*(overrides or ()), *(set_values or ())])
     options.set_threads(threads, environment)
-    job = FeatureJob(run, output.absolute(), offline, round(shard_mib * _MIB), str(Path.cwd()))
+    stream = environment.aux_hidden_stream
+    if stream not in (None, run.drafter.aux_hidden_stream):
+        get_logger(__name__).warning(
+            "PACELINE_AUX_HIDDEN_STREAM: features of the stream %r are stored; the run's drafter reads %r",
+            stream,
+            run.drafter.aux_hidden_stream,
+        )
+    job = FeatureJob(run, output.absolute(), offline, round(shard_mib * _MIB), str(Path.cwd()), stream)
     estimate = estimate_features(job)
     if dry_run:
         options.show_settings(run, as_json=as_json, extra=estimate)
@@ -87,6 +95,7 @@ class FeatureJob:
         offline: never touch the network.
         shard_bytes: of a shard.
         working_folder: what the paths of the settings are relative to.
+        stream: to store in place of the run's own, to compare the two; None is the run's.
     """
 
     run: TrainRun
@@ -94,6 +103,7 @@ class FeatureJob:
     offline: bool
     shard_bytes: int
     working_folder: str
+    stream: AuxHiddenStream | None = None
 
     def open(self) -> Callable[[int], object]:
         """Load the target and the data; returns what writes a shard."""
@@ -154,13 +164,21 @@ def capture_settings(job: FeatureJob, contract: TargetContract) -> CaptureSettin
         ConfigError: the settings do not fit the target.
     """
     from paceline.capture.feature_plan import CaptureSettings
+    from paceline.errors import ConfigError
     from paceline.training.contract import drafter_contract
     from paceline.training.feature_source import needs_last_hidden
 
+    if job.stream is not None and job.stream not in contract.aux_hidden_streams:
+        raise ConfigError(
+            f"features of the stream {job.stream!r} shall be stored; the target has "
+            f"{' and '.join(sorted(contract.aux_hidden_streams))}",
+            origin={"PACELINE_AUX_HIDDEN_STREAM": "environment", "target": contract.origin},
+            hint="unset PACELINE_AUX_HIDDEN_STREAM",
+        )
     drafter = drafter_contract(job.run, contract)
     return CaptureSettings(
         layer_ids=drafter.target_layer_ids,
-        stream=drafter.aux_hidden_stream,
+        stream=job.stream or drafter.aux_hidden_stream,
         keeps_hidden=needs_last_hidden(job.run),
         shard_bytes=job.shard_bytes,
     )

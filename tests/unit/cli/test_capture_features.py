@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import typer
 from tests.tiny import tiny_prompts, tiny_target
+from tests.tiny_kimi import kimi_target, kimi_tensors, small_kimi_config, write_kimi
 from tests.tiny_run import write_target_folder, write_token_file
 from tests.unit.capture.feature_runs import files_of
 
@@ -187,3 +189,30 @@ def test_several_workers_write_the_same_folder(folder: Path, tmp_path: Path, mon
     ((job, indices, settings),) = given
     assert isinstance(job, FeatureJob) and indices == [0, 1, 2, 3]
     assert (settings.num_workers, settings.num_gpus_per_worker) == (2, 0.0)
+
+
+def test_the_environment_chooses_another_stream_and_the_record_says_so(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = small_kimi_config(4, 2, vocab_size=512)
+    target = shutil.copytree(folder / "target", tmp_path / "target", ignore=shutil.ignore_patterns("*.safetensors*"))
+    write_kimi(target, config, kimi_tensors(kimi_target(config)))
+    arguments = (folder / "run.toml", tmp_path / "out", f"target.name={target}")
+    monkeypatch.setenv("PACELINE_AUX_HIDDEN_STREAM", "attn_res")
+    assert run(*arguments) == 0
+    assert "features of the stream 'attn_res' are stored; the run's drafter reads 'prefix'" in capsys.readouterr().err
+    record = json.loads((tmp_path / "out" / "manifest.json").read_text())["plan"]["capture"]
+    assert record["aux_hidden_stream"] == "attn_res"
+    monkeypatch.delenv("PACELINE_AUX_HIDDEN_STREAM")
+    assert run(*arguments) == 2
+    assert "aux_hidden_stream" in capsys.readouterr().err, "the folder holds another stream's features"
+
+
+def test_a_stream_that_the_target_lacks_is_refused_by_the_name_of_the_variable(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PACELINE_AUX_HIDDEN_STREAM", "attn_res")
+    assert run(folder / "run.toml", tmp_path / "out") == 2
+    told = capsys.readouterr().err
+    assert "PACELINE_AUX_HIDDEN_STREAM: environment" in told and "the target has prefix" in told
+    assert not (tmp_path / "out").exists()
