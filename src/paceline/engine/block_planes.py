@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from paceline.engine.cache import KeyValueCache
+from paceline.engine.latent_cache import LatentCache
+
+BlockCache: TypeAlias = KeyValueCache | LatentCache
 
 
 class BlockPlanes:
@@ -14,7 +18,7 @@ class BlockPlanes:
         caches: all of them over the same tables.
     """
 
-    def __init__(self, caches: Sequence[KeyValueCache]) -> None:
+    def __init__(self, caches: Sequence[BlockCache]) -> None:
         self.caches = tuple(caches)
 
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:

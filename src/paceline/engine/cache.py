@@ -5,15 +5,21 @@ B requests, T new rows, M key/value heads, S positions, H head size, R physical 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from paceline.engine.block_tables import TRASH_BLOCK, BlockTables
-from paceline.errors import CapacityError
+from paceline.engine.block_contents import (
+    allocate_planes,
+    are_finite,
+    checksum,
+    copy_blocks,
+    fill_blocks,
+    poison_blocks,
+)
+from paceline.engine.block_tables import BlockTables
 
 Write = Callable[[int, Tensor, Tensor], None]  # layer, keys, values
 Read = Callable[[int], tuple[Tensor, Tensor]]
@@ -47,21 +53,13 @@ class KeyValueCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_layers, 2, num_kv_heads, tables.num_blocks, tables.block_size, head_size)
-        try:
-            self.planes = torch.zeros(shape, dtype=dtype, device=device)
-        except RuntimeError as error:  # torch has one class for a full GPU and another for a full host
-            num_bytes = torch.Size(shape).numel() * dtype.itemsize
-            raise CapacityError(
-                f"a cache of {tables.num_blocks} blocks of {tables.block_size} positions needs "
-                f"{num_bytes / 2**20:.0f} MiB; {device} does not have them",
-                hint="a smaller num_blocks, max_num_seqs or max_model_len",
-            ) from error
+        self.planes = allocate_planes(
+            tables, layers=(num_layers, 2, num_kv_heads), width=head_size, dtype=dtype, device=device
+        )
         self.tables = tables
         self.num_kv_heads, self.head_size = num_kv_heads, head_size
         num_rows = tables.num_blocks * tables.block_size
         # Made once, in the shapes that are asked for: a decode step on a CPU feels every view it makes.
-        self._blocks = self.planes.flatten(1, 2).unbind(0)
         self._flat = self.planes.view(num_layers, -1, head_size).unbind(0)
         self._as_read = self.planes.view(num_layers * 2, 1, num_kv_heads, num_rows, head_size)
         self._as_written = self._as_read.transpose(2, 3)
@@ -153,37 +151,25 @@ class KeyValueCache:
 
     def clear_blocks(self, blocks: Sequence[int]) -> None:
         """Zero whole blocks; needed only after NaN or infinity got into them."""
-        self._fill(blocks, 0.0)
+        fill_blocks(self.planes, blocks, 0.0)
 
     def poison_blocks(self, blocks: Sequence[int]) -> None:
         """Fill blocks that nobody should read with NaN, for whoever looks for a reader."""
-        assert TRASH_BLOCK not in blocks, "block 0 is read in place of what must not be seen"
-        self._fill(blocks, torch.nan)
+        poison_blocks(self.planes, blocks)
 
     def are_finite(self, blocks: Sequence[int]) -> bool:
         """Whether there is neither NaN nor infinity in blocks; waits for the device."""
-        ids_N = self._ids(blocks)
-        return all(bool(layer.index_select(1, ids_N).isfinite().all()) for layer in self._blocks)
+        return are_finite(self.planes, blocks)
 
     def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy whole blocks; none is both copied from and copied to."""
-        assert len(source) == len(target), "each block is copied to one"
-        from_N, to_N = self._ids(source), self._ids(target)
-        for layer in self._blocks:  # one at a time: all layers at once would need as much memory again
-            layer.index_copy_(1, to_N, layer.index_select(1, from_N))
+        copy_blocks(self.planes, source, target)
 
     def checksum(self, block: int) -> bytes:
         """A digest of everything in a block, for debug mode and tests."""
-        raw = self.planes[:, :, :, block].contiguous().view(torch.uint8).cpu().numpy().tobytes()
-        return hashlib.blake2b(raw, digest_size=16).digest()
+        return checksum(self.planes, block)
 
     def release(self) -> None:
         """Give the memory back; nothing can be read or written any more."""
         self.planes = self._as_read = self._as_written = self.planes.new_empty(0)
-        self._blocks = self._flat = ()
-
-    def _fill(self, blocks: Sequence[int], value: float) -> None:
-        self.planes.index_fill_(3, self._ids(blocks), value)
-
-    def _ids(self, blocks: Sequence[int]) -> Tensor:
-        return torch.tensor(blocks, dtype=torch.int64, device=self.planes.device)
+        self._flat = ()

@@ -33,9 +33,9 @@ from typing import NoReturn, TypeVar
 
 from torch import Tensor
 
+from paceline.engine.block_planes import BlockCache
 from paceline.engine.block_tables import TRASH_BLOCK, BlockTables
 from paceline.engine.blocks import BlockPool, BlockState
-from paceline.engine.cache import KeyValueCache
 
 _SMALL_POOL = 512  # blocks; in larger pools each step looks at a sample
 _SAMPLE = 64
@@ -80,7 +80,7 @@ class InvariantChecks:
         pool: BlockPool,
         tables: BlockTables,
         *,
-        caches: Sequence[KeyValueCache],
+        caches: Sequence[BlockCache],
         lengths: Tensor | None,
         lookahead: int,
         seed: int = 0,

@@ -61,7 +61,8 @@ class EngineLoop:
         self.parts, self._settings, self._intake = parts, settings, intake
         self._state, self._sizes = parts.state, parts.sizes
         self._in_flight = in_flight = InFlight()
-        self._pool = BlockPool(parts.sizes.num_blocks, parts.sizes.block_size, prefix_cache=settings.prefix_cache)
+        is_cached = settings.prefix_cache and parts.recurrent is None  # blocks alone are no place to go on from
+        self._pool = BlockPool(parts.sizes.num_blocks, parts.sizes.block_size, prefix_cache=is_cached)
         self._checks: LoopChecks | None = None
         asked = settings.check_invariants
         if checks_are_asked_for() if asked is None else asked:
@@ -201,13 +202,16 @@ class EngineLoop:
             if request.finish_reason is not None:
                 self._finish(request, request.finish_reason)
                 continue
+            request.grammar = self._intake.start_grammar(request.sampling)
+            if request.grammar is not None:
+                request.grammar.advance(request.output.token_ids)
+            if self.parts.recurrent is not None:  # its state may have moved on in part, and cannot be set back
+                self.scheduler.preempt(request)
+                continue
             if request.is_decoding and not request.is_resumed:  # its first token did not arrive
                 request.num_prefilled = request.held.num_hit
             enter_slot(self._state, request)
             restore_slot(self._state, request)
-            request.grammar = self._intake.start_grammar(request.sampling)
-            if request.grammar is not None:
-                request.grammar.advance(request.output.token_ids)
         self.is_mid_step = False
 
     def _make_room(self) -> bool:
@@ -258,6 +262,8 @@ class EngineLoop:
                 continue
             try:
                 enter_slot(self._state, request)
+                if self.parts.recurrent is not None and request.slot is not None:
+                    self.parts.recurrent.begin(request.slot)
             except Exception as error:  # such as no memory for its rules
                 self._passed_on(request, request.fail(error, doing="it could not be given a slot"))
                 continue

@@ -12,12 +12,14 @@ from paceline.engine.block_planes import BlockPlanes
 from paceline.engine.block_tables import BlockTables
 from paceline.engine.cache import KeyValueCache
 from paceline.engine.counters import ComponentStats
+from paceline.engine.hybrid_cache import HybridCache
 from paceline.engine.make_proposer import make_proposer, spare_positions_of
 from paceline.engine.proposal import Proposer
+from paceline.engine.recurrent_state import RecurrentState
 from paceline.engine.settings import CacheSizes, EngineSettings, cache_sizes, context_length, draft_tokens_per_step
 from paceline.engine.short_list import choose_short_list
 from paceline.engine.slots import SlotState
-from paceline.errors import CompatibilityError
+from paceline.engine.target_cache import TargetCache
 from paceline.models.drafters.short_list import ShortList
 from paceline.models.layers import Linear
 from paceline.models.loading import LoadedDrafter, LoadedTarget
@@ -38,7 +40,7 @@ class EngineParts:
         max_model_len: tokens that prompt and output may hold together.
         sizes: of the caches.
         tables: which blocks each slot has.
-        cache: the target's keys and values.
+        cache: what the target keeps.
         planes: all caches as one.
         state: of the slots.
     """
@@ -51,9 +53,14 @@ class EngineParts:
     max_model_len: int
     sizes: CacheSizes
     tables: BlockTables
-    cache: KeyValueCache
+    cache: TargetCache
     planes: BlockPlanes
     state: SlotState
+
+    @property
+    def recurrent(self) -> RecurrentState | None:
+        """States by slot, where the target has layers that keep one."""
+        return self.cache.recurrent if isinstance(self.cache, HybridCache) else None
 
     @property
     def num_draft_tokens(self) -> int:
@@ -75,6 +82,7 @@ class EngineParts:
             target_weight_bytes=_weight_bytes(self.target.model, set()),
             drafter_weight_bytes=0 if self.drafter is None else _weight_bytes(self.drafter.model, set(weights)),
             target_cache_bytes=self.cache.num_bytes,
+            recurrent_state_bytes=self.recurrent.num_bytes if self.recurrent is not None else 0,
             drafter_cache_bytes=drafter_cache.num_bytes if drafter_cache is not None else 0,
             token_rules_bytes=self.state.tokens.num_bytes,
             linear_mode=self.target.linear_mode,
@@ -86,6 +94,8 @@ class EngineParts:
     def release(self) -> None:
         """Give the memory of the caches back; nothing can be run any more."""
         self.planes.release()
+        if self.recurrent is not None:
+            self.recurrent.release()
         self.proposer = None
 
 
@@ -101,17 +111,10 @@ def make_parts(
         proposer: something else that proposes, instead of `drafter`.
 
     Raises:
-        CompatibilityError: the target has layers that keep something else than keys and values.
         ConfigError: a setting asks for more than the models can do, or the pool holds not even one request.
         CapacityError: the caches do not fit into memory.
     """
     weight, contract = target.model.norm.weight, target.contract
-    if contract.kimi is not None:
-        raise CompatibilityError(
-            f"{contract.architecture} has recurrent and latent layers; the engine keeps keys and values alone",
-            origin={"target": contract.origin},
-            hint="`capture` and `train` run such a target",
-        )
     choice = AttentionChoice.for_device(weight.device, is_row_invariant=target.linear_mode == "row_invariant")
     max_model_len = context_length(target, settings)
     num_draft_tokens = draft_tokens_per_step(drafter, proposer, settings)
@@ -129,14 +132,7 @@ def make_parts(
         max_blocks=sizes.max_blocks,
         device=weight.device,
     )
-    cache = KeyValueCache(
-        tables,
-        num_layers=contract.num_layers,
-        num_kv_heads=contract.num_kv_heads,
-        head_size=contract.head_size,
-        dtype=weight.dtype,
-        device=weight.device,
-    )
+    cache = _target_cache(target, tables, max_rows=num_draft_tokens + 1)
     short_list: ShortList | None = None
     if drafter is not None and proposer is None:
         short_list = choose_short_list(target, drafter, settings.draft_vocab_size)
@@ -151,9 +147,25 @@ def make_parts(
         device=weight.device,
         vocab_size=contract.vocab_size,
     )
-    planes = BlockPlanes([cache] if drafter_cache is None else [cache, drafter_cache])
+    in_blocks = cache.latents if isinstance(cache, HybridCache) else cache
+    planes = BlockPlanes([in_blocks] if drafter_cache is None else [in_blocks, drafter_cache])
     return EngineParts(
         target, drafter, proposer, short_list, choice, max_model_len, sizes, tables, cache, planes, state
+    )
+
+
+def _target_cache(target: LoadedTarget, tables: BlockTables, *, max_rows: int) -> TargetCache:
+    """What a target keeps: keys and values, or latent rows and recurrent states."""
+    contract, weight = target.contract, target.model.norm.weight
+    if contract.kimi is not None:
+        return HybridCache(contract, tables, max_rows=max_rows, dtype=weight.dtype, device=weight.device)
+    return KeyValueCache(
+        tables,
+        num_layers=contract.num_layers,
+        num_kv_heads=contract.num_kv_heads,
+        head_size=contract.head_size,
+        dtype=weight.dtype,
+        device=weight.device,
     )
 
 

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from paceline.engine.attends import AttentionChoice
-from paceline.engine.cache import KeyValueCache
 from paceline.engine.draft_stopper import DraftPlan, DraftStopper
 from paceline.engine.proposal import Proposer, Rows
 from paceline.engine.slots import SamplingFlags, SlotState
 from paceline.engine.step import StepOutput, draft_next, run_rows
+from paceline.engine.target_cache import TargetCache
 from paceline.engine.verifier import JudgedBlock, judge
 from paceline.models.drafters.proposal import Proposal
 from paceline.models.targets.target import Target
@@ -62,12 +62,15 @@ class PrefillChunk:
 def prefill_chunk(
     target: Target,
     proposer: Proposer | None,
-    cache: KeyValueCache,
+    cache: TargetCache,
     state: SlotState,
     choice: AttentionChoice,
     chunk: PrefillChunk,
 ) -> StepOutput | None:
-    """Run one chunk; running it twice does no harm, but for histories that rules read: restore them before.
+    """Run one chunk.
+
+    Running it twice does no harm, but for histories that rules read: restore them before. A hybrid target's states move
+    on in place, so there the whole text is begun anew, from nothing or from where its state is kept.
 
     Args:
         target: the model that decides.
@@ -94,7 +97,7 @@ def prefill_chunk(
         torch.tensor([chunk.context_start], device=state.device) if chunk.context_start else None,
     )
     token_ids_BC = torch.tensor([chunk.token_ids], device=state.device)
-    hidden_BCD = run_rows(target, proposer, cache, choice, rows, token_ids_BC)
+    hidden_BCD = run_rows(target, proposer, cache, choice, rows, token_ids_BC, all_count=True)
     length = chunk.start + len(chunk.token_ids)
     ends_B = torch.full_like(starts_B, length)
     no_drafts = Proposal(slots_B.new_empty(1, 0))

@@ -25,14 +25,15 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from paceline.engine.attends import AttentionChoice, write_then_attend
-from paceline.engine.cache import KeyValueCache
+from paceline.engine.attends import AttentionChoice
 from paceline.engine.draft_stopper import DevicePlan, DraftPlan, DraftStopper, count_drafts, first_drafts
 from paceline.engine.log_probabilities import BlockLogprobs, RowLogprobs, entries_of
 from paceline.engine.proposal import Proposer, Rows
+from paceline.engine.recurrent_state import StateCopies
 from paceline.engine.request import TokenLogprobs
 from paceline.engine.sampling import LogprobsMode
 from paceline.engine.slots import SamplingFlags, SlotState
+from paceline.engine.target_cache import TargetCache, attend_rows, commit_rows
 from paceline.engine.verifier import JudgedBlock, judge
 from paceline.models.taps import TapCollector
 from paceline.models.targets.target import Target
@@ -53,6 +54,7 @@ class StepBatch:
         verify_method: how the waiting drafts are judged.
         stopper: holds unlikely drafts back, and learns from those judged; None where no request wants that.
         grammar_mask_BTW: int32, what each row may emit; None where no request has a grammar.
+        state_copies: recurrent states to be kept at block boundaries; None for none.
     """
 
     rows: Rows
@@ -62,6 +64,7 @@ class StepBatch:
     verify_method: VerifyMethod = "standard"
     stopper: DraftStopper | None = None
     grammar_mask_BTW: Tensor | None = None
+    state_copies: StateCopies | None = None
 
 
 @dataclass(frozen=True)
@@ -179,7 +182,7 @@ class HostStep:
 def decode_step(
     target: Target,
     proposer: Proposer | None,
-    cache: KeyValueCache,
+    cache: TargetCache,
     state: SlotState,
     choice: AttentionChoice,
     batch: StepBatch,
@@ -200,12 +203,14 @@ def decode_step(
     has_q = proposer is not None and proposer.num_candidates > 0 and not batch.flags.all_greedy
     with_q = has_q and reads_q(batch.verify_method)
     proposal = state.proposal(rows.slots_B, num_drafts, with_q=with_q)
-    anchors_B1 = state.anchors[rows.slots_B].unsqueeze(1).clamp(min=0)
+    anchors_B = state.anchors[rows.slots_B]
+    anchors_B1 = anchors_B.unsqueeze(1).clamp(min=0)
     # A missing draft is run as the anchor once more; its row is computed for nothing and can't be accepted. Any other
     # id might overflow where the request's own tokens do not, and spoil its block.
     drafts_BK = torch.where(proposal.ids_BK < 0, anchors_B1, proposal.ids_BK)
     token_ids_BT = torch.cat((anchors_B1, drafts_BK), dim=1)
-    hidden_BTD = run_rows(target, proposer if batch.writes_context else None, cache, choice, rows, token_ids_BT)
+    fed = proposer if batch.writes_context else None
+    hidden_BTD = run_rows(target, fed, cache, choice, rows, token_ids_BT, all_count=False)
     judged = judge(
         target.logits(hidden_BTD),
         proposal,
@@ -220,6 +225,7 @@ def decode_step(
 
     ends_B = rows.starts_B + accepted_B + 1
     commit(state, rows.slots_B, ends_B, bonus_ids_B)
+    commit_rows(cache, rows, anchors_B, judged.verified, batch.state_copies)
     state.tokens.extend(rows.slots_B, judged.tokens_BL, batch.flags)
     if batch.stopper is not None and plan is not None:
         batch.stopper.observe(rows.slots_B, proposal.ids_BK, accepted_B, plan)
@@ -256,23 +262,27 @@ def draft_next(
 def run_rows(
     target: Target,
     proposer: Proposer | None,
-    cache: KeyValueCache,
+    cache: TargetCache,
     choice: AttentionChoice,
     rows: Rows,
     token_ids_BT: Tensor,
+    *,
+    all_count: bool = True,
 ) -> Tensor:
-    """Run target rows through the cache and hand their taps to the proposer; returns hidden states [B, T, D]."""
+    """Run target rows through the cache and hand their taps to the proposer; returns hidden states [B, T, D].
+
+    Args:
+        target: the model that decides.
+        proposer: receives the taps; None for nobody.
+        cache: the target's.
+        choice: form of attention.
+        rows: which.
+        token_ids_BT: int64, what they hold.
+        all_count: no row can be refused, as in a prompt.
+    """
     row_T = torch.arange(rows.num_rows, device=token_ids_BT.device)
     positions_BT = rows.starts_B.unsqueeze(1) + row_T
-    attend = write_then_attend(
-        cache,
-        choice,
-        slots=rows.slots,
-        slots_B=rows.slots_B,
-        starts=rows.starts,
-        starts_B=rows.starts_B,
-        num_rows=rows.num_rows,
-    )
+    attend = attend_rows(cache, choice, rows, all_count=all_count)
     taps = None
     if proposer is not None:
         taps = TapCollector.of_layers(proposer.target_layer_ids, proposer.aux_hidden_stream)

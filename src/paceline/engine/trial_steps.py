@@ -8,12 +8,12 @@ import torch
 
 from paceline.engine.attends import AttentionChoice
 from paceline.engine.block_tables import TRASH_BLOCK, BlockTables
-from paceline.engine.cache import KeyValueCache
 from paceline.engine.proposal import Proposer, Rows
 from paceline.engine.sampling_flags import SamplingFlags
 from paceline.engine.slots import SlotState
 from paceline.engine.step import StepBatch, decode_step
 from paceline.engine.step_cost import StepCosts, measure_step_costs, sizes_to_measure
+from paceline.engine.target_cache import TargetCache
 from paceline.models.targets.target import Target
 
 _CONTEXT = 256
@@ -25,7 +25,7 @@ _DRAFT_BUDGET_S = 0.5
 def measure_costs(
     target: Target,
     proposer: Proposer,
-    cache: KeyValueCache,
+    cache: TargetCache,
     state: SlotState,
     choice: AttentionChoice,
     *,

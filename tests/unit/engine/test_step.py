@@ -256,9 +256,9 @@ def test_nothing_is_copied_to_the_device_once_a_step_has_queued_work(monkeypatch
     def refuse(*_args: Any, **_options: Any) -> None:
         raise AssertionError("a copy between host and device in the middle of a step")
 
-    def run_and_refuse(*args: Any) -> torch.Tensor:
+    def run_and_refuse(*args: Any, **options: Any) -> torch.Tensor:
         run.append(args)
-        hidden = run_rows(*args)
+        hidden = run_rows(*args, **options)
         monkeypatch.setattr(torch, "tensor", refuse)
         for name in ("tolist", "item", "cpu"):
             monkeypatch.setattr(torch.Tensor, name, refuse)

@@ -1,0 +1,267 @@
+"""Hybrid targets in the engine: whatever is drafted, and whoever shares a step, it is the contiguous reference's text.
+
+All comparisons are of bits. Behind each property stands a planted fault that breaks it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tests.hybrid_runs import (
+    FAMILIES,
+    GREEDY,
+    SAMPLED,
+    UNDRAFTED,
+    checked,
+    drafter_for,
+    helped,
+    k3_target,
+    prompts_of,
+    require_empty,
+    run,
+    small_target,
+    stepwise_state,
+    stepwise_text,
+)
+from tests.unit.engine.serving_runs import same_run
+
+import paceline.engine.hybrid_attends as hybrid_attends
+import paceline.engine.recurrent_state as recurrent_state
+from paceline.engine.recurrent_state import RecurrentState, StateRows
+
+PROMPTS = dict(zip("abcd", prompts_of([9, 21, 5, 14]), strict=True))
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+@pytest.mark.parametrize("family", [None, *FAMILIES])
+def test_greedy_text_is_the_references_with_every_drafter_on_the_tiny_k3(family: str | None) -> None:
+    target = k3_target()
+    if family is None:
+        engine = checked(target, max_num_seqs=3)
+    else:
+        engine = helped(target, drafter_for(target, family), PROMPTS, max_num_seqs=3)
+    names = [engine.add_request(prompt, GREEDY, name) for name, prompt in PROMPTS.items()]
+    for name, result in zip(names, run(engine, names), strict=True):
+        assert result.token_ids == stepwise_text(target, PROMPTS[name], GREEDY.max_tokens)
+    if family is not None:
+        kept = {record.num_verified_accepted for name in names for record in engine.result(name).trace.records}
+        assert kept >= {0, 1, 2, 4}  # drafts
+    require_empty(engine)
+
+
+def text_is_right(**settings: Any) -> bool:
+    """Four requests through two slots, so that slots are used again and steps hold rows of several."""
+    target = small_target()
+    engine = helped(target, drafter_for(target, "dflash"), PROMPTS, **({"max_num_seqs": 2} | settings))
+    names = [engine.add_request(prompt, GREEDY, name) for name, prompt in PROMPTS.items()]
+    results = run(engine, names)
+    return all(
+        result.token_ids == stepwise_text(target, PROMPTS[name], GREEDY.max_tokens)
+        for name, result in zip(names, results, strict=True)
+    )
+
+
+def keep_the_old_state(patch: pytest.MonkeyPatch) -> None:
+    """A slot is not emptied when it changes hands."""
+    patch.setattr(RecurrentState, "begin", lambda self, slot, *_args, **_options: self.ends_S.__setitem__(slot, 0))
+
+
+def keep_the_old_history(patch: pytest.MonkeyPatch) -> None:
+    """The state is emptied, the convolution's rows are not."""
+    patch.setattr(StateRows, "clear", lambda self, place: self.states_LSNKK[:, place].zero_())
+
+
+def commit_changed(patch: pytest.MonkeyPatch, change: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+    commit = recurrent_state.commit_delta
+
+    def changed(states: Any, histories: Any, slots: Any, records: Any, counts: torch.Tensor) -> None:
+        commit(states, histories, slots, records, change(counts, records.key_BTNK.shape[2]))
+
+    patch.setattr(recurrent_state, "commit_delta", changed)
+
+
+def commit_a_row_too_many(patch: pytest.MonkeyPatch) -> None:
+    """The first refused draft is taken in."""
+    commit_changed(patch, lambda counts, num_rows: (counts + 1).clamp(max=num_rows))
+
+
+def commit_a_row_too_few(patch: pytest.MonkeyPatch) -> None:
+    """The anchor is left out."""
+    commit_changed(patch, lambda counts, _: counts - 1)
+
+
+def commit_every_row(patch: pytest.MonkeyPatch) -> None:
+    """Refused drafts are taken in, too."""
+    commit_changed(patch, torch.full_like)
+
+
+def commit_to_the_neighbour(patch: pytest.MonkeyPatch) -> None:
+    """Counts are read in another order than slots."""
+    commit_changed(patch, lambda counts, _: counts.flip(0))
+
+
+def lose_the_history(patch: pytest.MonkeyPatch) -> None:
+    """A chunk leaves the convolution's rows as they were before it."""
+    patch.setattr(hybrid_attends, "next_history", lambda _rows, history_BHC: history_BHC)
+
+
+def run_a_step_in_place(patch: pytest.MonkeyPatch) -> None:
+    """Rows that may be refused move the state on at once, and the commit does it again."""
+    step_delta = hybrid_attends.StepDelta
+
+    def in_place(recurrent: RecurrentState, slots_B: torch.Tensor, num_rows: int) -> Any:
+        prompt = hybrid_attends.PromptDelta(recurrent, slots_B, num_rows, "recurrent")
+        recorded = step_delta(recurrent, slots_B, num_rows)
+
+        def both(place: int, rows: Any, weights: Any) -> torch.Tensor:
+            recorded(place, rows, weights)
+            return prompt(place, rows, weights)
+
+        return both
+
+    patch.setattr(hybrid_attends, "StepDelta", in_place)
+
+
+FAULTS: tuple[Plant, ...] = (
+    keep_the_old_state,
+    keep_the_old_history,
+    commit_a_row_too_many,
+    commit_a_row_too_few,
+    commit_every_row,
+    commit_to_the_neighbour,
+    lose_the_history,
+    run_a_step_in_place,
+)
+
+
+def test_text_is_right_where_slots_are_shared_and_used_again() -> None:
+    assert text_is_right()
+
+
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+def test_a_planted_fault_changes_the_text(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    assert not text_is_right(check_invariants=False, prefill_chunk_size=8)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 8, 512])
+def test_chunk_sizes_make_no_difference(chunk_size: int) -> None:
+    assert text_is_right(prefill_chunk_size=chunk_size)
+
+
+def test_any_order_of_admission_and_company_gives_the_same_runs() -> None:
+    """Drafted and undrafted requests, greedy and sampled, in one step or another."""
+    target = small_target()
+    drafter = drafter_for(target, "dflash2")
+    wanted = dict(zip("abcd", [GREEDY, UNDRAFTED, SAMPLED, GREEDY], strict=True))
+    options = {"verify_method": "match"}  # so that the sampled one's text is its own
+    alone = {}
+    for name, sampling in wanted.items():
+        engine = helped(target, drafter, PROMPTS, max_num_seqs=1, **options)
+        engine.add_request(PROMPTS[name], sampling, name)
+        (alone[name],) = run(engine, [name])
+    for order in list(itertools.permutations("abcd"))[::5]:
+        engine = helped(target, drafter, PROMPTS, max_num_seqs=3, **options)
+        for name in order:
+            engine.add_request(PROMPTS[name], wanted[name], name)
+            engine.step()
+        for name, result in zip(order, run(engine, order), strict=True):
+            assert same_run(result, alone[name]), (order, name)
+        require_empty(engine)
+    assert alone["a"].token_ids == stepwise_text(target, PROMPTS["a"], GREEDY.max_tokens)
+    assert alone["b"].token_ids == stepwise_text(target, PROMPTS["b"], GREEDY.max_tokens)
+
+
+@pytest.mark.parametrize("family", ["dflash", "eagle3"])
+def test_stepping_back_at_random_leaves_tokens_and_drafts_alone(family: str) -> None:
+    target = small_target()
+    drafter = drafter_for(target, family)
+    wanted = dict(zip("abcd", [GREEDY, SAMPLED, UNDRAFTED, GREEDY], strict=True))
+    alone = {}
+    for name, sampling in wanted.items():
+        engine = helped(target, drafter, PROMPTS, max_num_seqs=1)
+        engine.add_request(PROMPTS[name], sampling, name)
+        (alone[name],) = run(engine, [name])
+    chance = random.Random(family)
+    engine = helped(target, drafter, PROMPTS, max_num_seqs=3, prefill_chunk_size=8)
+    for name, sampling in wanted.items():
+        engine.add_request(PROMPTS[name], sampling, name)
+    while engine.has_unfinished():
+        engine.step()
+        for name in engine.running_ids():
+            if chance.random() < 0.2:
+                assert engine.preempt(name)
+    assert engine.stats().num_preemptions > 5
+    for name, right in alone.items():
+        assert same_run(engine.result(name), right)
+    require_empty(engine)
+
+
+def test_states_are_those_of_the_text_after_every_step() -> None:
+    """What is kept by slot equals a fresh run over the committed text: states and convolution rows, bit for bit."""
+    target = small_target()
+    engine = helped(target, drafter_for(target, "dspark"), PROMPTS, max_num_seqs=2)
+    for name in "ab":
+        engine.add_request(PROMPTS[name], replace(GREEDY, max_tokens=40), name)
+    recurrent = engine._loop.parts.recurrent
+    assert recurrent is not None
+    delivered = {name: list(PROMPTS[name]) for name in "ab"}
+    slots = {}
+    for _ in range(6):
+        for delta in engine.step():
+            delivered[delta.request_id] += delta.token_ids
+        slots |= {engine.request_in_slot(slot): slot for slot in range(2)}
+        for name, text in delivered.items():
+            found = [part[:, slots[name]] for part in recurrent.rows]
+            for own, expected in zip(found, stepwise_state(target, text[:-1]), strict=True):
+                assert torch.equal(own, expected)
+            assert int(recurrent.ends_S[slots[name]]) == len(text) - 1
+
+
+def test_an_interruption_costs_nothing_but_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a chunk and of a step, when some layers have moved on and others have not."""
+    target = small_target()
+    for name_of_pass in ("PromptDelta", "StepDelta"):
+        engine = helped(target, drafter_for(target, "dflash"), PROMPTS, max_num_seqs=2)
+        for name in "ab":
+            engine.add_request(PROMPTS[name], GREEDY, name)
+        if name_of_pass == "StepDelta":
+            engine.step()
+        delta, calls = getattr(hybrid_attends, name_of_pass), [0]
+
+        def interrupted(*args: Any, delta: Any = delta, calls: list[int] = calls) -> Any:
+            form = delta(*args)
+
+            def run_layer(place: int, *rest: Any) -> torch.Tensor:
+                calls[0] += 1
+                if calls[0] == 3:
+                    raise KeyboardInterrupt
+                answers: torch.Tensor = form(place, *rest)
+                return answers
+
+            return run_layer
+
+        with monkeypatch.context() as patch:
+            patch.setattr(hybrid_attends, name_of_pass, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+        for name, result in zip("ab", run(engine, "ab"), strict=True):
+            assert result.token_ids == stepwise_text(target, PROMPTS[name], GREEDY.max_tokens)
+        require_empty(engine)
+
+
+def test_memory_is_counted() -> None:
+    target = small_target()
+    engine = checked(target, drafter_for(target, "dflash"), max_num_seqs=2)
+    stats = engine.stats()
+    num_rows = (stats.num_blocks + 1) * 8
+    assert stats.target_cache_bytes == num_rows * 1 * 20 * 4  # one latent layer, rows of 16 + 4 channels
+    states = 3 * 5 * 4 * (2 * 8 * 8 + 3 * 48)  # slots and padding, delta layers, state and history
+    records = 2 * 5 * 5 * 4 * (3 * 2 * 8 + 48)  # requests, layers, rows of a step
+    assert stats.recurrent_state_bytes == states + records
