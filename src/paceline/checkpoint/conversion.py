@@ -32,6 +32,7 @@ from paceline.checkpoint.locate import read_json
 from paceline.checkpoint.names import drafter_slots
 from paceline.checkpoint.quantized import ALWAYS_PLAIN
 from paceline.checkpoint.target_config import read_target_contract
+from paceline.checkpoint.torch_state import find_torch_state
 from paceline.checkpoint.weights import (
     FLOAT_DTYPES,
     INDEX_FILE,
@@ -132,6 +133,8 @@ def convert_drafter(
         ],
         calibration=read_calibration(folder),
     )
+    state = find_torch_state(folder)
+    read = _REWRITTEN | ({state.name} if state is not None else set())
     others = sorted(entry.name for entry in folder.iterdir())
     return Conversion(
         from_dialect=files.dialect,
@@ -142,7 +145,7 @@ def convert_drafter(
         dtype=contract.dtype,
         dropped=dropped,
         added=added,
-        left_behind=tuple(name for name in others if name not in _REWRITTEN and not name.endswith(".safetensors")),
+        left_behind=tuple(name for name in others if name not in read and not name.endswith(".safetensors")),
     )
 
 

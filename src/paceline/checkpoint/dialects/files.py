@@ -23,7 +23,8 @@ from paceline.checkpoint.locate import read_json
 from paceline.checkpoint.quantization_config import read_quantization_config
 from paceline.checkpoint.quantized import open_dequantized
 from paceline.checkpoint.sources import RenamedSource, SplitRowsSource
-from paceline.checkpoint.weights import INDEX_FILE, SINGLE_FILE, TensorSource, open_safetensors
+from paceline.checkpoint.torch_state import find_torch_state, open_weights
+from paceline.checkpoint.weights import INDEX_FILE, SINGLE_FILE, TensorSource
 from paceline.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
@@ -50,7 +51,8 @@ def read_drafter(folder: Path) -> DrafterFiles:
     """Open a drafter folder of any dialect; weights are read lazily.
 
     Args:
-        folder: config.json and safetensors weights, in some layouts also `mask_embedding.pt`.
+        folder: config.json and weights, safetensors or one state dict of `torch.save`; in some layouts also
+            `mask_embedding.pt`.
     Returns:
         Contract and tensors; the small tables are read and checked.
     Raises:
@@ -59,7 +61,7 @@ def read_drafter(folder: Path) -> DrafterFiles:
     Source: the layouts of z-lab, transformers, speculators, SpecForge, TorchSpec, DeepSpec and Kimi K3.
     """
     config, origin = _read_config(folder)
-    raw = open_safetensors(folder)
+    raw = open_weights(folder)
     dialect = detect_dialect(config, origin)
     contract = _with_side_files(contract_from_config(config, origin, raw.names()), config, folder)
     fused = fused_parts(contract, raw.names())
@@ -93,8 +95,8 @@ def read_drafter_contract(folder: Path) -> DrafterContract:
         CheckpointError: as `read_drafter`, apart from what only the weights themselves show.
     """
     config, origin = _read_config(folder)
-    has_weights = any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
-    names = open_safetensors(folder).names() if has_weights else []
+    has_weights = any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)) or find_torch_state(folder)
+    names = open_weights(folder).names() if has_weights else []
     contract = _with_side_files(contract_from_config(config, origin, names), config, folder)
     quantization = config.get("quantization_config")
     if quantization is None:

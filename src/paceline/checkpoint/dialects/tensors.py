@@ -31,6 +31,16 @@ _TO_CANONICAL: Mapping[tuple[str, ...], tuple[str, ...]] = MappingProxyType(
         ("logit_head", "confidence_head"): ("confidence_head",),
     }
 )
+# projections that some writers stack, and their parts in row order
+_QKV_A = ("q_a_proj", "kv_a_proj_with_mqa")
+_FUSED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        "gate_up_proj": ("gate_proj", "up_proj"),
+        "fused_qkv_a_proj": _QKV_A,
+        "fused_qkv_a": _QKV_A,
+    }
+)
 _Renaming = Mapping[tuple[str, ...], tuple[str, ...]]
 _TORCHSPEC: _Renaming = {("fc",): ("context_proj",), ("hidden_norm",): ("context_norm",), ("norm",): ("final_norm",)}
 _FROM_CANONICAL: Mapping[str, _Renaming] = MappingProxyType(
@@ -92,14 +102,15 @@ def fused_parts(contract: DrafterContract, names: Collection[str]) -> dict[str, 
         names: of the file, not renamed.
     Returns:
         Name of a fused tensor to (name of a part, rows), in row order; only those that the file has.
-    Source: rows of `qkv_proj` are q, k, v; those of `gate_up_proj` are gate, up.
+    Source: rows of `qkv_proj` are q, k, v; those of `gate_up_proj` are gate, up; those of `fused_qkv_a_proj`, in
+        latent attention, are q_a, kv_a.
     """
     heights: dict[str, int] = {slot.name: slot.shape[0] for slot in drafter_slots(contract)}
     fused: dict[str, list[tuple[str, int]]] = {}
     for name in names:
         module, _, kind = name.rpartition(".")
         stem, _, projection = module.rpartition(".")
-        parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}.get(projection)
+        parts = _FUSED.get(projection)
         if parts is None or kind not in ("weight", "weight_packed", "bias"):
             continue
         kind = "weight" if kind == "weight_packed" else kind  # as its numbers are called once they are unpacked
@@ -133,7 +144,8 @@ def check_tensors(contract: DrafterContract, names: Collection[str]) -> None:
             )
     parts = [set(name.split(".")) for name in names]
     for part, is_promised, key in _PARTS:
-        is_stored, promised = any(part in path for path in parts), is_promised(contract)
+        spellings = {part, *(fused for fused, apart in _FUSED.items() if part in apart)}
+        is_stored, promised = any(spellings & path for path in parts), is_promised(contract)
         if is_stored and not promised:
             raise CheckpointError(
                 f"the weights have {part}, and the config describes {_spoken(contract)} without it ({key})",

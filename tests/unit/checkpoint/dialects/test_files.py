@@ -385,6 +385,56 @@ def test_fused_projections_are_split_by_rows(golden_folder: GoldenFolder) -> Non
         read_drafter(golden_folder("zlab-dflash", tensors={**fuse(tensors), **tensors}))
 
 
+@pytest.mark.parametrize("name", ["fused_qkv_a_proj", "fused_qkv_a"])
+def test_fused_latent_projections_are_split_by_rows(golden_folder: GoldenFolder, name: str) -> None:
+    plain = tiny_tensors("kimi-dspark")
+    stored = fuse_latent(plain, name)
+    assert stored[f"layers.1.self_attn.{name}.weight"].shape[0] == 24 + 16 + 4, "q_a, and the latent with its position"
+    files = read_drafter(golden_folder("kimi-dspark", tensors=stored))
+    unfused = read_drafter(golden_folder("kimi-dspark"))
+    assert set(files.source.names()) == set(unfused.source.names())
+    for tensor in files.source.names():
+        assert files.source.load(tensor).equal(unfused.source.load(tensor)), tensor
+    short = stored | {f"layers.1.self_attn.{name}.weight": stored[f"layers.1.self_attn.{name}.weight"][:-1].clone()}
+    with pytest.raises(CheckpointError, match=r"parts have 44 rows \(.*q_a_proj.weight 24 \+ .*with_mqa.weight 20\)"):
+        read_drafter(golden_folder("kimi-dspark", tensors=short))
+
+
+def fuse_latent(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    stored = dict(tensors)
+    for layer in range(2):
+        prefix = f"layers.{layer}.self_attn"
+        rows = [stored.pop(f"{prefix}.{part}.weight") for part in ("q_a_proj", "kv_a_proj_with_mqa")]
+        stored[f"{prefix}.{name}.weight"] = torch.cat(rows)
+    return stored
+
+
+def test_a_fused_latent_projection_has_a_scale_per_shard(golden_folder: GoldenFolder) -> None:
+    """Two scales for one matrix: the first is for the 24 rows of q_a, the second for the latent's 20."""
+    scales = torch.tensor([0.25, 0.5])
+    rows = torch.cat((scales[0].expand(24), scales[1].expand(20))).unsqueeze(1)
+    stored, expected = fuse_latent(tiny_tensors("kimi-dspark"), "fused_qkv_a_proj"), {}
+    for layer in range(2):
+        fused = f"layers.{layer}.self_attn.fused_qkv_a_proj.weight"
+        stored[fused] = (stored[fused] / rows).to(torch.float8_e4m3fn)
+        stored[f"{fused}_scale"] = scales.clone()
+        expected[layer] = stored[fused].float() * rows
+    weights = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    group = {"targets": [r"re:.*fused_qkv_a_proj$"], "weights": weights}
+    config = load_golden("kimi-dspark") | {
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {"group_0": group},
+            "ignore": [],
+        }
+    }
+    source = read_drafter(golden_folder("kimi-dspark", config=config, tensors=stored)).source
+    for layer, whole in expected.items():
+        assert source.load(f"layers.{layer}.self_attn.q_a_proj.weight").equal(whole[:24])
+        assert source.load(f"layers.{layer}.self_attn.kv_a_proj_with_mqa.weight").equal(whole[24:])
+
+
 def per_channel(weight: Tensor) -> tuple[Tensor, Tensor]:
     scale = weight.abs().amax(dim=1, keepdim=True) / 448
     return (weight / scale).to(torch.float8_e4m3fn), scale
