@@ -11,12 +11,11 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from paceline.checkpoint.config_reader import ConfigReader
-from paceline.checkpoint.contract import DrafterContract, LatentAttentionSettings
+from paceline.checkpoint.contract import DrafterContract
 from paceline.checkpoint.dialects.deepspec import DSPARK_SPELLINGS, read_dspark_body, write_dspark_keys
 from paceline.checkpoint.dialects.fields import (
     OWN_KEY,
     PLAIN_ATTENTION,
-    read_stack,
     require,
     require_stated,
     write_decoder,
@@ -30,6 +29,7 @@ from paceline.checkpoint.dialects.keys import (
     lift,
     nested,
 )
+from paceline.checkpoint.dialects.latent import LATENT_KEYS, LATENT_SWITCHES, read_latent_decoder, write_latent
 from paceline.checkpoint.dialects.layer_attention import require_full_attention
 from paceline.checkpoint.dialects.taps import read_output_taps
 from paceline.checkpoint.dialects.torchspec import check_tap_count
@@ -37,20 +37,17 @@ from paceline.checkpoint.dialects.zlab import OWN_FIELDS, STATED
 from paceline.errors import CheckpointError
 
 _ARCHITECTURE, _MODEL_TYPE = "K3DSparkModel", "k3_dspark"
-_LATENT_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _NAMES = frozenset(name for names in DSPARK_SPELLINGS.values() for name in names)
 _READ = (
     DECODER_KEYS
     | _NAMES
-    | {*_LATENT_KEYS, "num_target_layers", "target_num_hidden_layers", "draft_vocab_size", "has_own_lm_head"}
+    | {*LATENT_KEYS, "num_target_layers", "target_num_hidden_layers", "draft_vocab_size", "has_own_lm_head"}
     | {"is_neox_style", "dflash_config", OWN_KEY}
 )
 _OFF = (False, None)
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     **NEUTRAL_OF_DRAFTERS,
-    "mla_use_nope": _OFF,
-    "mla_use_output_gate": _OFF,
-    "mla_use_qk_norm": _OFF,
+    **dict.fromkeys(LATENT_SWITCHES, _OFF),
     "is_causal": _OFF,
     # the drafter is dense; these come with the target's config class
     "num_experts": (0, None),
@@ -83,45 +80,29 @@ def read(config: Mapping[str, Any], origin: str, names: Collection[str]) -> Draf
         require_full_attention(config.get("layer_types"), "K3")
     except CheckpointError as error:
         raise top.error(error.message) from error
-    if top.flag("attention_bias", default=False):
-        raise top.error("attention_bias is True; latent attention has none")
     if flat["sample_from_anchor"] is False or flat["dspark_bonus_anchor"]:
         raise top.error(
             f"sample_from_anchor is {flat['sample_from_anchor']!r} and dspark_bonus_anchor is "
             f"{flat['dspark_bonus_anchor']!r}; K3 drafters sample the anchor's own row"
         )
-    latent = LatentAttentionSettings(
-        q_lora_rank=top.whole("q_lora_rank"),
-        kv_lora_rank=top.whole("kv_lora_rank"),
-        qk_nope_head_size=top.whole("qk_nope_head_dim"),
-        qk_rope_head_size=top.whole("qk_rope_head_dim"),
-        v_head_size=top.whole("v_head_dim"),
-    )
-    if latent.qk_rope_head_size % 2:
-        raise top.error(f"qk_rope_head_dim is {latent.qk_rope_head_size}; rotary positions need an even one")
-    stack = read_stack(config, origin)
+    decoder = read_latent_decoder(config, origin)
     depth = top.whole("target_num_hidden_layers")
     taps = read_output_taps(flat["target_layer_ids"], depth, top)
     check_tap_count(top, len(taps))
-    body = read_dspark_body(config, flat, inner, names, origin, hidden_size=stack["hidden_size"])
+    body = read_dspark_body(config, flat, inner, names, origin, hidden_size=decoder["hidden_size"])
     if body["draft_vocab_size"] != body["vocab_size"]:
         raise top.error(
             f"draft_vocab_size is {body['draft_vocab_size']} and vocab_size {body['vocab_size']}; "
             "K3 drafters have the full vocabulary"
         )
     return DrafterContract(
-        **stack,
+        **decoder,
         **body,
         target_num_layers=depth,
         target_layer_ids=taps,
-        # without meaning here, and kept as they are
-        num_kv_heads=top.whole("num_key_value_heads", default=1),
-        head_size=top.whole("head_dim", default=latent.qk_rope_head_size),
-        attention_bias=False,
         is_neox_style=top.flag("is_neox_style", default=False),
-        layer_windows=(None,) * stack["num_layers"],
-        layer_causal=(False,) * stack["num_layers"],
-        latent=latent,
+        layer_windows=(None,) * decoder["num_layers"],
+        layer_causal=(False,) * decoder["num_layers"],
     )
 
 
@@ -160,11 +141,7 @@ def write(contract: DrafterContract) -> dict[str, Any]:
         "architectures": [_ARCHITECTURE],
         "model_type": _MODEL_TYPE,
         **write_decoder(contract),
-        "q_lora_rank": latent.q_lora_rank,
-        "kv_lora_rank": latent.kv_lora_rank,
-        "qk_nope_head_dim": latent.qk_nope_head_size,
-        "qk_rope_head_dim": latent.qk_rope_head_size,
-        "v_head_dim": latent.v_head_size,
+        **write_latent(latent),
         "is_neox_style": contract.is_neox_style,
         "vocab_size": contract.vocab_size,
         "draft_vocab_size": contract.draft_vocab_size,

@@ -171,7 +171,7 @@ def write_drafter_config(contract: DrafterContract, dialect: Dialect = "zlab") -
         raise CheckpointError(f"there is no dialect {dialect!r}; known are {', '.join(get_args(Dialect))}")
     if dialect != "zlab":
         return _WRITERS[dialect](contract)
-    return kimi.write(contract) if contract.latent is not None else _NATIVE[contract.family](contract)
+    return kimi.write(contract) if _is_kimi(contract) else _NATIVE[contract.family](contract)
 
 
 def file_names(contract: DrafterContract, dialect: Dialect = "zlab") -> dict[str, str]:
@@ -187,11 +187,16 @@ def file_names(contract: DrafterContract, dialect: Dialect = "zlab") -> dict[str
     """
     write_drafter_config(contract, dialect)
     renaming: str = dialect
-    if contract.latent is not None:
+    if _is_kimi(contract):
         renaming = "kimi"
     elif dialect == "specforge" and contract.family == "eagle3":
         renaming = "midlayer"
     return {slot.name: file_name(slot.name, renaming) for slot in drafter_slots(contract)}
+
+
+def _is_kimi(contract: DrafterContract) -> bool:
+    """Latent DSpark has a layout of its own; latent DFlash2 is written as z-lab writes DFlash2."""
+    return contract.latent is not None and contract.family == "dspark"
 
 
 def _find_form(config: Mapping[str, Any], reader: ConfigReader) -> _Form:

@@ -2,7 +2,8 @@
 
 A field that may stand in both places is taken from either and refused if they differ. Tap ids name the layer whose
 *output* is tapped. Our own additions (`draft_sample_method`, `target_name`, `target_vocab_size`) live in
-`dflash_config`. SpecForge writes plain DFlash in this layout too.
+`dflash_config`. SpecForge writes plain DFlash in this layout too. `attention_mode` "mla" makes latent attention of a
+DFlash2 drafter's layers, as in Kimi-K3's public one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from paceline.checkpoint.contract import ConvolutionSettings, DrafterContract, S
 from paceline.checkpoint.dialects.defaults import default_target_layer_ids
 from paceline.checkpoint.dialects.fields import (
     BLOCK_PARTS,
+    PLAIN_ATTENTION,
     read_decoder,
     read_dtype,
     read_mask_token_id,
@@ -39,6 +41,14 @@ from paceline.checkpoint.dialects.keys import (
     nested,
     same_names,
 )
+from paceline.checkpoint.dialects.latent import (
+    LATENT_KEYS,
+    LATENT_SWITCHES,
+    PAIRINGS,
+    read_latent_decoder,
+    read_pairing,
+    write_latent,
+)
 from paceline.checkpoint.dialects.layer_attention import (
     effective_window,
     layer_attention_keys,
@@ -50,6 +60,8 @@ from paceline.errors import CheckpointError
 ARCHITECTURES: Mapping[str, str] = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
 
 DFLASH2_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_MODE, _LATENT_MODE = "attention_mode", "mla"
+_ATTENTION_MODES = (None, "gqa", "mha", _LATENT_MODE)
 # fields that may stand nested or at the top level
 _EITHER_PLACE = (
     "target_layer_ids",
@@ -95,21 +107,38 @@ def read(config: Mapping[str, Any], origin: str, names: Collection[str], *, fami
     """
     top = ConfigReader(config, origin)
     inner = nested(config, "dflash_config", top)
-    either_place = (*_EITHER_PLACE, *(DFLASH2_FIELDS if family == "dflash2" else ()))
+    either_place = (*_EITHER_PLACE, *((*DFLASH2_FIELDS, _MODE) if family == "dflash2" else ()))
     kind = ARCHITECTURES[family]
+    is_latent = family == "dflash2" and _LATENT_MODE in (config.get(_MODE), inner.values.get(_MODE))
+    switches = dict.fromkeys(LATENT_SWITCHES, (False, None)) if is_latent else {}
     check_keys(
         Place("", config),
         top,
         kind=kind,
-        read={*_TOP_ONLY, *either_place, *MASK_NAMES},
-        neutral=NEUTRAL_OF_DRAFTERS,
+        read={*_TOP_ONLY, *either_place, *MASK_NAMES, *((*LATENT_KEYS, *PAIRINGS) if is_latent else ())},
+        neutral={**NEUTRAL_OF_DRAFTERS, **switches},
         inert=INERT_OF_DRAFTERS,
     )
-    check_keys(inner, top, kind=kind, read={*either_place, *ATTENTION_FIELDS, *OWN_FIELDS, *MASK_NAMES})
+    check_keys(
+        inner,
+        top,
+        kind=kind,
+        read={*either_place, *ATTENTION_FIELDS, *OWN_FIELDS, *MASK_NAMES, *(PAIRINGS if is_latent else ())},
+        neutral=switches,
+    )
     flat = lift({**same_names(*either_place), "mask_token_id": MASK_NAMES}, (inner, Place("", config)), top)
     either, own = ConfigReader(flat, origin), ConfigReader(inner.values, origin)
     read_use_aux(flat["use_aux_hidden_state"], top)
-    decoder = read_decoder(config, origin)
+    if flat.get(_MODE) not in _ATTENTION_MODES:
+        raise top.error(f"{_MODE} is {flat[_MODE]!r}; legal are 'gqa', 'mha' and 'mla'")
+    decoder = read_latent_decoder(config, origin) if is_latent else read_decoder(config, origin)
+    if flat.get(_MODE) == "mha" and decoder["num_kv_heads"] != decoder["num_heads"]:
+        raise top.error(
+            f"{_MODE} is 'mha', with {decoder['num_heads']} query and {decoder['num_kv_heads']} key heads"
+        )
+    attention = read_attention(config, inner, decoder["num_layers"], origin)
+    if is_latent and (attention["has_attention_sink"] or attention["attention_value_scale"] != 1.0):
+        raise top.error("the drafter has latent attention, and neither sinks nor a value scale are known of it")
     depth, vocab_size = top.whole("num_target_layers"), top.whole("vocab_size")
     from_anchor = either.flag("sample_from_anchor", default=False)
     return DrafterContract(
@@ -124,7 +153,9 @@ def read(config: Mapping[str, Any], origin: str, names: Collection[str], *, fami
         block_size=either.whole("block_size", minimum=1 if from_anchor else 2),
         layout="anchor_sampling" if from_anchor else "fill_in",
         mask_token_id=read_mask_token_id(either, vocab_size),
-        is_neox_style=top.flag("is_neox_style", default=True),
+        is_neox_style=read_pairing((inner, Place("", config)), top)
+        if is_latent
+        else top.flag("is_neox_style", default=True),
         draft_sample_method=read_sample_method(own, "probabilistic" if family == "dflash2" else "greedy"),
         dtype=read_dtype(top, config),
         **decoder,
@@ -134,7 +165,7 @@ def read(config: Mapping[str, Any], origin: str, names: Collection[str], *, fami
             own.whole("target_vocab_size", default=vocab_size),
             full_because="a DFlash2 selector" if family == "dflash2" else None,
         ),
-        **read_attention(config, inner, decoder["num_layers"], origin),
+        **attention,
         **read_scores(flat, either),
         **(read_dflash2(either, decoder["hidden_size"], vocab_size) if family == "dflash2" else {}),
         **read_own_tables(config, names, top),
@@ -174,13 +205,17 @@ def write(contract: DrafterContract) -> dict[str, Any]:
     Raises:
         CheckpointError: the contract has parts of another family, or windows that the layout cannot state.
     """
-    require(contract, "z-lab", **BLOCK_PARTS, markov=None, confidence=None, draft_top_k=None)
+    parts = {**BLOCK_PARTS, "markov": None, "confidence": None, "draft_top_k": None}
+    if contract.family == "dflash2" and contract.latent is not None:
+        parts |= {"latent": contract.latent, **PLAIN_ATTENTION, "attention_bias": False}
+    require(contract, "z-lab", **parts)
     require_stated(contract, "z-lab", *STATED)
     layer_types, window, causal = layer_attention_keys(contract)
     return {
         "architectures": [ARCHITECTURES[contract.family]],
         "model_type": "qwen3",
         **write_decoder(contract),
+        **({} if contract.latent is None else write_latent(contract.latent)),
         **write_flat(contract),
         "layer_types": layer_types,
         "sliding_window": window,
@@ -193,6 +228,7 @@ def write(contract: DrafterContract) -> dict[str, Any]:
             "block_size": contract.block_size,
             "sample_from_anchor": contract.layout == "anchor_sampling",
             **write_dflash2(contract),
+            **({} if contract.latent is None else {_MODE: _LATENT_MODE}),
             **write_nested(contract, causal),
         },
     }

@@ -32,6 +32,7 @@ OWN_TABLES: Mapping[str, tuple[bool, bool]] = {
     "deepspec-dflash": (True, True),
     "deepspec-eagle3": (True, True),
     "kimi-dspark": (True, False),
+    "zlab-dflash2-latent": (True, False),  # a copy of the target's
     "native-dspark": (True, True),
     "native-eagle3": (True, True),
     "zlab-dflash-sinks": (True, True),

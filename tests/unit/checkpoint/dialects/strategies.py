@@ -29,7 +29,7 @@ def _usually(draw: st.DrawFn, plain: Any, other: st.SearchStrategy[Any]) -> Any:
 @st.composite
 def contracts(draw: st.DrawFn, family: str | None = None) -> DrafterContract:
     """Any contract that the native layout of its family can state."""
-    family = family or draw(st.sampled_from(["dflash", "dflash2", "dspark", "k3", "eagle3"]))
+    family = family or draw(st.sampled_from(["dflash", "dflash2", "latent dflash2", "dspark", "k3", "eagle3"]))
     num_layers, num_kv_heads = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     depth = draw(st.integers(2, 40))
     target_vocab_size = draw(st.integers(16, 10**6))
@@ -41,7 +41,7 @@ def contracts(draw: st.DrawFn, family: str | None = None) -> DrafterContract:
     hidden_size = 8 * draw(st.integers(1, 64))
     block_size = draw(st.integers(2, 64))
     fields: dict[str, Any] = {
-        "family": "dspark" if family == "k3" else family,
+        "family": {"k3": "dspark", "latent dflash2": "dflash2"}.get(family, family),
         "origin": "c",
         "target_name": draw(st.text(max_size=8)),
         "target_num_layers": depth,
@@ -78,7 +78,7 @@ def contracts(draw: st.DrawFn, family: str | None = None) -> DrafterContract:
         "has_own_embedding": draw(st.booleans()),
         "has_own_head": draw(st.booleans()),
     }
-    if family != "k3" and family != "dflash2":
+    if family not in ("k3", "dflash2", "latent dflash2"):
         fields["draft_vocab_size"] = _usually(draw, target_vocab_size, st.integers(1, target_vocab_size))
     fields |= _PARTS[family](draw, fields)
     return DrafterContract(**fields)
@@ -121,6 +121,20 @@ def _dflash2(draw: st.DrawFn, fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _latent_dflash2(draw: st.DrawFn, fields: dict[str, Any]) -> dict[str, Any]:
+    return _dflash2(draw, fields) | {
+        "latent": _latent(draw),
+        "attention_bias": False,
+        "has_attention_sink": False,
+        "attention_value_scale": 1.0,
+    }
+
+
+def _latent(draw: st.DrawFn) -> LatentAttentionSettings:
+    sizes = st.integers(1, 64)
+    return LatentAttentionSettings(draw(sizes), draw(sizes), draw(sizes), 2 * draw(sizes), draw(sizes))
+
+
 def _dspark(draw: st.DrawFn, fields: dict[str, Any]) -> dict[str, Any]:
     kinds = st.sampled_from(["vanilla", "gated", "rnn"])
     markov = draw(st.none() | st.builds(MarkovSettings, st.integers(1, 64), kinds))
@@ -135,11 +149,9 @@ def _dspark(draw: st.DrawFn, fields: dict[str, Any]) -> dict[str, Any]:
 
 def _k3(draw: st.DrawFn, fields: dict[str, Any]) -> dict[str, Any]:
     num_layers = fields["num_layers"]
-    sizes = st.integers(1, 64)
-    latent = LatentAttentionSettings(draw(sizes), draw(sizes), draw(sizes), 2 * draw(sizes), draw(sizes))
     return _dspark(draw, fields) | {
         "layout": "anchor_sampling",
-        "latent": latent,
+        "latent": _latent(draw),
         "attention_bias": False,
         "has_attention_sink": False,
         "attention_value_scale": 1.0,
@@ -165,4 +177,11 @@ def _eagle3(draw: st.DrawFn, fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-_PARTS = {"dflash": _dflash, "dflash2": _dflash2, "dspark": _dspark, "k3": _k3, "eagle3": _eagle3}
+_PARTS = {
+    "dflash": _dflash,
+    "dflash2": _dflash2,
+    "latent dflash2": _latent_dflash2,
+    "dspark": _dspark,
+    "k3": _k3,
+    "eagle3": _eagle3,
+}

@@ -174,8 +174,16 @@ _ADDED_WITHOUT_EFFECT: tuple[tuple[str, Iterable[str], str], ...] = (
     ("dflash_config.confidence_head_with_markov", _HEADLESS, "the same"),
     ("markov_head_type", ["deepspec-dflash"], "rank 0: there is no head that could have a kind"),
     ("dflash_config.markov_head_type", ["deepspec-dflash"], "the same"),
-    ("dflash_config.causal", ["zlab-dflash2"], "is_causal outranks it, case R11 of test_layer_attention.py"),
-    ("dflash_config.use_swa", ["native-dspark", "specforge-dflash", "zlab-dflash2"], "layer_types slide, case R8"),
+    (
+        "dflash_config.causal",
+        ["zlab-dflash2", "zlab-dflash2-latent"],
+        "is_causal outranks it, case R11 of test_layer_attention.py",
+    ),
+    (
+        "dflash_config.use_swa",
+        ["native-dspark", "specforge-dflash", "zlab-dflash2", "zlab-dflash2-latent"],
+        "layer_types slide, case R8",
+    ),
 )
 
 

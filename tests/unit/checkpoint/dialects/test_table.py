@@ -65,6 +65,22 @@ EXPECTED: dict[str, tuple[str, dict[str, Any]]] = {
             "num_draft_tokens": 7,
         },
     ),
+    "zlab-dflash2-latent": (
+        "zlab",  # Kimi-K3's: latent attention under z-lab's names, and the pairing that all latent drafters have
+        {
+            "family": "dflash2",
+            "target_layer_ids": (19, 37, 66, 78, 90),
+            "target_num_layers": 93,
+            "latent": LatentAttentionSettings(24, 16, 8, 4, 8),
+            "is_neox_style": False,
+            "layout": "fill_in",
+            "layer_windows": (64, None),
+            "layer_causal": (False, False),
+            "convolution": ConvolutionSettings(2, 16),
+            "selector": SelectorSettings(12, 6),
+            "num_draft_tokens": 7,
+        },
+    ),
     "zlab-dflash-sinks": (
         "zlab",
         {
@@ -238,7 +254,9 @@ EXPECTED: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-_OTHER_TAPS = {"kimi-dspark", "kimi-dspark-attn-res", "specforge-eagle3", "speculators-eagle3", "native-eagle3"}
+_OTHER_TAPS = {"kimi-dspark", "kimi-dspark-attn-res", "specforge-eagle3", "speculators-eagle3", "native-eagle3"} | {
+    "zlab-dflash2-latent"
+}
 
 
 @pytest.mark.parametrize("name", GOLDEN_NAMES)
@@ -301,6 +319,7 @@ _SAID_TWICE: dict[str, set[str]] = {
     "deepspec-dflash": {"confidence_head_alpha"},
     "kimi-dspark": {"rope_theta", "rope_parameters.rope_theta"},
     "kimi-dspark-attn-res": {"rope_theta", "rope_parameters.rope_theta"},
+    "zlab-dflash2-latent": {"rope_theta", "rope_parameters.rope_theta", "draft_vocab_size"},
     "native-eagle3": {"eagle_config.eagle_aux_hidden_state_layer_ids"},
     "specforge-dflash": {"block_size", "dflash_config.block_size"},
     "specforge-dspark": {"block_size", "dflash_config.block_size"},
@@ -425,6 +444,7 @@ _WRITABLE: dict[str, set[str]] = {
     "zlab-dflash": {"zlab", "assistant", "speculators", "specforge", "torchspec"},
     "zlab-dflash-sinks": {"zlab"},
     "zlab-dflash2": {"zlab"},
+    "zlab-dflash2-latent": {"zlab"},
 }
 
 

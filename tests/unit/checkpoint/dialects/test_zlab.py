@@ -321,7 +321,10 @@ def dflash2_config(**changes: Any) -> dict[str, Any]:
         (dflash2_config() | {"draft_vocab_size": 32000}, "draft_vocab_size is 32000; a DFlash2 selector has the full"),
         (dflash2_config() | {"architectures": ["DFlashDraftModel"]}, "conv_group_size belongs to DFlash2"),
         (public_config(architectures=["DFlash2DraftModel"]), "conv_kernel_size is missing"),
-        (dflash2_config(attention_mode="mla"), "attention_mode belongs to .*latent attention"),
+        (dflash2_config(attention_mode="mla"), "q_lora_rank is missing"),
+        (dflash2_config(attention_mode="mha", q_lora_rank=24), "q_lora_rank belongs to latent attention"),
+        (dflash2_config(attention_mode="dsa"), "attention_mode is 'dsa'; legal are 'gqa', 'mha' and 'mla'"),
+        (public_config(attention_mode="mla"), "attention_mode belongs to .*latent attention"),
     ],
 )
 def test_dflash2_needs_all_its_keys_and_dflash_has_none(config: dict[str, Any], message: str) -> None:
