@@ -133,9 +133,7 @@ def read(config: Mapping[str, Any], origin: str, names: Collection[str], *, fami
         raise top.error(f"{_MODE} is {flat[_MODE]!r}; legal are 'gqa', 'mha' and 'mla'")
     decoder = read_latent_decoder(config, origin) if is_latent else read_decoder(config, origin)
     if flat.get(_MODE) == "mha" and decoder["num_kv_heads"] != decoder["num_heads"]:
-        raise top.error(
-            f"{_MODE} is 'mha', with {decoder['num_heads']} query and {decoder['num_kv_heads']} key heads"
-        )
+        raise top.error(f"{_MODE} is 'mha', with {decoder['num_heads']} query and {decoder['num_kv_heads']} key heads")
     attention = read_attention(config, inner, decoder["num_layers"], origin)
     if is_latent and (attention["has_attention_sink"] or attention["attention_value_scale"] != 1.0):
         raise top.error("the drafter has latent attention, and neither sinks nor a value scale are known of it")
