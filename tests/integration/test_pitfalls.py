@@ -17,6 +17,7 @@ from tests.fakes import ByteTokenizer, ReplayProposer, scripted_target, table_ta
 from tests.tiny import loaded, tiny_prompts
 
 import paceline.engine.step as step_module
+import paceline.engine.target_cache as target_cache
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.request import RequestResult, SamplingParameters
 from paceline.engine.slots import SlotState
@@ -204,14 +205,14 @@ def test_p41_rows_of_refused_drafts_leave_no_trace(monkeypatch: pytest.MonkeyPat
     (plain,) = generate(target, sampling, prompt)
     script = [token if place % 2 else 11 for place, token in enumerate(plain.token_ids)]
     assert replay(target, prompt, script, sampling).token_ids == plain.token_ids
-    attend = step_module.write_then_attend
+    attend = target_cache.write_then_attend
 
     def one_row_late(*arguments: Any, num_rows: int, starts: list[int], starts_B: torch.Tensor, **options: Any) -> Any:
         late = int(num_rows > 1 and starts[0] > len(prompt))
         starts, starts_B = [start + late for start in starts], starts_B + late
         return attend(*arguments, num_rows=num_rows, starts=starts, starts_B=starts_B, **options)
 
-    monkeypatch.setattr(step_module, "write_then_attend", one_row_late)
+    monkeypatch.setattr(target_cache, "write_then_attend", one_row_late)
     assert replay(target, prompt, script, sampling).token_ids != plain.token_ids
 
 

@@ -10,6 +10,7 @@ import torch
 from tests.tiny import loaded, tiny_prompts
 
 import paceline.engine.step as step_module
+import paceline.engine.target_cache as target_cache
 from paceline.checkpoint.contract import DrafterFamily
 from paceline.engine.block_planes import BlockPlanes
 from paceline.engine.blocks import BlockPool
@@ -97,14 +98,14 @@ def test_without_a_drafter_the_oracle_still_runs() -> None:
 
 def shift_target_positions(patch: pytest.MonkeyPatch) -> None:
     """The anchor is run one position too far, but only in blocks."""
-    original = step_module.write_then_attend
+    original = target_cache.write_then_attend
 
     def shifted(*args, num_rows, starts, starts_B, **kwargs):
         far = 1 if num_rows > 1 and starts[0] > 0 else 0
         starts = [start + far for start in starts]
         return original(*args, num_rows=num_rows, starts=starts, starts_B=starts_B + far, **kwargs)
 
-    patch.setattr(step_module, "write_then_attend", shifted)
+    patch.setattr(target_cache, "write_then_attend", shifted)
 
 
 def commit_one_too_many(patch: pytest.MonkeyPatch) -> None:
