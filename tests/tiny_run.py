@@ -152,5 +152,6 @@ def write_drafter(folder: Path, target: LoadedTarget, *, fingerprint: bool = Tru
     tensors = split_fused(drafter.checkpoint_parameters(), drafter_destinations(drafter.contract))
     (probe,) = tiny_prompts([40], vocab_size=target.contract.vocab_size)
     record = record_fingerprint(target.model, drafter, probe) if fingerprint else None
-    write_drafter_folder(folder, drafter.contract, tensors, record, {})
+    table = drafter.vocabulary.target_ids_V
+    write_drafter_folder(folder, drafter.contract, tensors, record, {}, draft_to_target=table)
     return folder

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.unit.cli.test_main import run
 
 from paceline.checkpoint.contract import RopeSettings, TargetLayerId
 from paceline.errors import CompatibilityError
@@ -146,6 +147,22 @@ def test_quantised_copies_of_the_target_pass(
     moved = reread(drafter, target_layer_ids=tuple(map(TargetLayerId, (2, 9, 16, 23, 28))))
     with pytest.raises(CompatibilityError, match="it matches layer 22, the config says 23"):
         check_fingerprint(copied, moved, stored)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [*((family, "bfloat16") for family in ("dflash", "dflash2", "dspark", "eagle3")), ("dflash", "float32")],
+)
+def test_the_verb_says_yes_to_every_shipped_drafter_in_either_precision(
+    family: str, dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The target itself is a GGUF-quantised copy of what its publisher trained."""
+    folder = DRAFTER.with_name(f"smollm2-135m-instruct-{family}")
+    arguments = ["check", str(folder), "--target", ALIAS, "--dtype", dtype, "--device", "cpu", "--offline", "--json"]
+    assert run([*arguments, "--threads", "1"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] and found["methods"] == ["fingerprint"] and found["causes"] == found["notes"] == []
+    assert {row["ok"] for row in found["stages"]} == {True}
 
 
 @pytest.mark.slow
