@@ -10,9 +10,12 @@ import math
 import time
 from typing import TYPE_CHECKING
 
+from paceline.cli.mask_memory import dense_bytes, flex_bytes
+
 if TYPE_CHECKING:
     from paceline.checkpoint.contract import DrafterContract, TargetContract
     from paceline.configuration.run import TrainRun
+    from paceline.training.flex_attend import FlexBlocks
 
 _SAVED_PER_LAYER = 20  # activations that a decoder layer keeps for its gradient, in widths per row
 _EVALUATED_ROWS = 8192  # whose scores exist at the same time while drafts are drawn in an evaluation
@@ -93,6 +96,7 @@ def estimate_run(run: TrainRun, *, offline: bool) -> dict[str, object]:
         "num_epochs": round(rows * run.schedule.num_steps / len(train), 2),
         "num_target_parameters": num_target_parameters(target),
         "num_trained_parameters": num_drafter_parameters(drafter),
+        "attention": "dense" if planned_attention(run, drafter) is None else "flex",
         **{f"memory_{name}_mib": round(size / _MIB) for name, size in terms.items()},
         "memory_mib": round(_peak(terms) / _MIB),
         "teraflop_per_step": round(operations / 1e12, 3),
@@ -126,7 +130,8 @@ def _operations_per_step(
 def memory_terms(
     run: TrainRun, target: TargetContract, drafter: DrafterContract, mean_length: float
 ) -> dict[str, float]:
-    """Bytes by what holds them; the last ones, `step_...` and `evaluation_...`, never exist at the same time.
+    """Bytes by what holds them; the last ones, `step_...` and `evaluation_...`, never exist at the same time, nor do an
+    evaluation's masks and scores.
 
     What the allocator leaves unused between blocks and what CUDA itself takes, half a gigabyte or so, are not in it.
 
@@ -147,9 +152,15 @@ def memory_terms(
     rows, length = run.schedule.batch_size, run.data.max_length
     anchors = min(run.schedule.num_anchors, mean_length)
     slots = rows * anchors * drafter.block_size + (rows * length if drafter.family == "eagle3" else 0)
+    flex = planned_attention(run, drafter)
+    if flex is None:
+        masks = dense_bytes(drafter, rows, length, anchors, activation, is_trained=True)
+    else:
+        masks = flex_bytes(drafter, flex, rows)
+    num_measured = run.evaluate.batch_size if run.evaluate.num_conversations else 0
+    evaluated = num_measured * length * drafter.num_draft_tokens
     kept_per_token = (drafter.num_taps + 1) * target.hidden_size
     read_per_token = width + 2 * layers * drafter.num_kv_heads * drafter.head_size
-    evaluated = run.evaluate.batch_size * length * drafter.num_draft_tokens if run.evaluate.num_conversations else 0
     return {
         "target_weights": num_target_parameters(target) * weight,
         "drafter_values": trained * 4,
@@ -160,17 +171,37 @@ def memory_terms(
         "step_target_layer": rows * length * (4 * target.hidden_size + 3 * target.intermediate_size) * activation,
         "step_context": rows * length * read_per_token * activation,
         "step_drafter_layers": slots * width * _SAVED_PER_LAYER * layers * activation,
-        "step_masks": slots * (length + slots / rows),
+        "step_masks": masks,
         "step_scores": 3 * run.objective.chunk_rows * target.vocab_size * 4,
         "evaluation_features": run.evaluate.batch_size * length * kept_per_token * activation,
+        # By dense masks whatever training takes, and from every token.
+        "evaluation_masks": dense_bytes(drafter, num_measured, length, length, activation, is_trained=False),
         "evaluation_scores": min(_EVALUATED_ROWS, evaluated) * target.vocab_size * activation,
     }
 
 
+def planned_attention(run: TrainRun, drafter: DrafterContract) -> FlexBlocks | None:
+    """What the run would attend by; a GPU that is not here is taken to have Triton beside it.
+
+    Raises:
+        ConfigError: flex attention was asked for and cannot be had.
+    """
+    import torch
+
+    from paceline.training.attention_choice import judge_attention
+
+    is_gpu = _is_gpu(run.device)
+    is_elsewhere = is_gpu and not torch.cuda.is_available()
+    device = torch.device("cuda" if is_gpu else "cpu")
+    return judge_attention(run, drafter, device, has_triton=True if is_elsewhere else None)[0]
+
+
 def _peak(terms: dict[str, float]) -> float:
     step = sum(size for name, size in terms.items() if name.startswith("step_"))
-    evaluation = sum(size for name, size in terms.items() if name.startswith("evaluation_"))
-    return sum(terms.values()) - step - evaluation + max(step, evaluation)
+    always = sum(size for name, size in terms.items() if not name.startswith(("step_", "evaluation_")))
+    # An evaluation's masks are gone before its scores are computed.
+    evaluation = terms["evaluation_features"] + max(terms["evaluation_masks"], terms["evaluation_scores"])
+    return always + max(step, evaluation)
 
 
 def _is_gpu(device: str) -> bool:

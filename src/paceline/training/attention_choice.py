@@ -35,7 +35,28 @@ def choose_attention(
     Raises:
         ConfigError: flex attention was asked for and cannot be had.
     """
-    asked, obstacle = run.schedule.attention, _obstacle(contract, device)
+    flex, reason = judge_attention(run, contract, device, num_ranks)
+    _log.info("training blocks attend by %s: %s", "flex attention" if flex is not None else "dense masks", reason)
+    return flex
+
+
+def judge_attention(
+    run: TrainRun,
+    contract: DrafterContract,
+    device: torch.device,
+    num_ranks: int = 1,
+    *,
+    has_triton: bool | None = None,
+) -> tuple[FlexBlocks | None, str]:
+    """The choice and its reason, unsaid; arguments and errors as `choose_attention`'s.
+
+    Args:
+        has_triton: of the machine that trains, where that is another one; None asks this one.
+    """
+    asked, obstacle = (
+        run.schedule.attention,
+        _obstacle(contract, device, HAS_TRITON if has_triton is None else has_triton),
+    )
     if asked == "flex" and obstacle is not None:
         raise ConfigError(f"schedule.attention is 'flex'; {obstacle}", hint="schedule.attention=auto, or dense")
     num_blocks = min(run.schedule.num_anchors, run.data.max_length)
@@ -46,8 +67,7 @@ def choose_attention(
         takes_flex = obstacle is None and is_large
     else:
         reason, takes_flex = "asked for", asked == "flex"
-    _log.info("training blocks attend by %s: %s", "flex attention" if takes_flex else "dense masks", reason)
-    return FlexBlocks(run.data.max_length, num_blocks) if takes_flex else None
+    return (FlexBlocks(run.data.max_length, num_blocks) if takes_flex else None), reason
 
 
 def _scores(run: TrainRun, contract: DrafterContract, num_blocks: int, num_ranks: int) -> tuple[int, str]:
@@ -59,7 +79,7 @@ def _scores(run: TrainRun, contract: DrafterContract, num_blocks: int, num_ranks
     return scores, f"{batch} x {rows} rows, {keys} keys and {contract.num_heads} heads make {scores:.3g} scores"
 
 
-def _obstacle(contract: DrafterContract, device: torch.device) -> str | None:
+def _obstacle(contract: DrafterContract, device: torch.device, has_triton: bool) -> str | None:
     """Why flex attention cannot be had, if it cannot."""
     if contract.family == "eagle3":
         return "an eagle3 drafter attends from one row per block, by dense masks alone"
@@ -74,6 +94,6 @@ def _obstacle(contract: DrafterContract, device: torch.device) -> str | None:
         return f"flex attention takes heads of {_LEAST_HEAD_SIZE} channels or more, not of {contract.head_size}"
     if device.type != "cuda":
         return f"flex attention has gradients on a GPU alone, the device is {device.type}"
-    if not HAS_TRITON:
+    if not has_triton:
         return "Triton, which flex attention is compiled by, is not installed"
     return None

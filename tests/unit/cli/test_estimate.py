@@ -21,6 +21,8 @@ from paceline.cli.estimate import (
 )
 from paceline.configuration.load import load_settings
 from paceline.configuration.run import TrainRun
+from paceline.errors import ConfigError
+from paceline.training import attention_choice
 from paceline.training.contract import drafter_contract
 
 RECIPE = Path(__file__).parents[3] / "examples" / "train_8b_24gb.toml"
@@ -92,11 +94,43 @@ def test_every_term_of_the_recipe_is_what_a_hand_gives(folder: Path, data: Path)
         "step_target_layer": rows * length * (4 * 4096 + 3 * 12288) * 2,
         "step_context": rows * length * (4096 + 2 * 2 * 1024) * 2,
         "step_drafter_layers": slots * 4096 * 20 * 2 * 2,
-        "step_masks": slots * (length + anchors * asked.drafter.block_size),
+        # A byte per pair; for each of 4 query heads per key head another one and, in both layers, a bf16 number.
+        "step_masks": slots * (length + anchors * 8) * (1 + 4 * (1 + 2 * 2)),
         "step_scores": 3 * asked.objective.chunk_rows * 151936 * 4,
         "evaluation_features": asked.evaluate.batch_size * length * 4 * 4096 * 2,
+        "evaluation_masks": asked.evaluate.batch_size * length * 8 * (length + length * 8) * (1 + 4 * (1 + 2)),
         "evaluation_scores": asked.evaluate.batch_size * length * 7 * 151936 * 2,
     }
+
+
+def test_masks_are_those_of_the_attention_that_the_run_takes(
+    folder: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planned for a GPU that is not here, with Triton or without it here."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(attention_choice, "HAS_TRITON", False)
+    sizes = ["schedule.batch_size=8", "data.max_length=2048", "schedule.num_anchors=256", "drafter.block_size=16"]
+    target = read_target_contract(folder, "eight-b")
+
+    def masks(*changes: str) -> float:
+        asked = settings(folder, data, *sizes, *changes)
+        return memory_terms(asked, target, drafter_contract(asked, target), 2048.0)["step_masks"]
+
+    tiles = (256 * 16 // 128) * (2048 // 128 + 256 * 16 // 128)
+    assert masks("schedule.attention=flex") == masks() == 8 * 4 * (4 * tiles + 2 * (32 + 48))
+    assert masks("schedule.attention=dense") == 8 * 256 * 16 * (2048 + 256 * 16) * 21
+    assert masks("schedule.num_anchors=16") == 8 * 16 * 16 * (2048 + 16 * 16) * 21  # few scores: auto takes dense masks
+    with pytest.raises(ConfigError, match=r"schedule.attention is 'flex'; .* the device is cpu"):
+        masks("schedule.attention=flex", "device=cpu")
+    given = [f'target.name="{folder}"', f'data.files=["{data}"]', "data.hold_out=8", "evaluate.num_conversations=8"]
+    for attention in ("dense", "flex"):
+        command = ["train", str(RECIPE), *given, *sizes, f"schedule.attention={attention}", "--dry-run", "--json"]
+        assert run(command) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["attention"] == attention
+        assert (found["memory_step_masks_mib"] > 3000) == (attention == "dense")
 
 
 def test_the_recipe_fits_a_card_of_24_gb_and_a_large_drafter_does_not(
@@ -113,8 +147,10 @@ def test_the_recipe_fits_a_card_of_24_gb_and_a_large_drafter_does_not(
     assert recipe > 2 * num_target_parameters(read_target_contract(folder, "eight-b"))
     terms = {key: value for key, value in found.items() if key.startswith("memory_") and key != "memory_mib"}
     step = sum(value for key, value in terms.items() if key.startswith("memory_step_"))
-    evaluation = sum(value for key, value in terms.items() if key.startswith("memory_evaluation_"))
-    assert found["memory_mib"] == pytest.approx(sum(terms.values()) - min(step, evaluation), abs=8)
+    masks, scores = terms["memory_evaluation_masks_mib"], terms["memory_evaluation_scores_mib"]
+    evaluation = terms["memory_evaluation_features_mib"] + max(masks, scores)
+    always = sum(value for key, value in terms.items() if not key.startswith(("memory_step_", "memory_evaluation_")))
+    assert found["memory_mib"] == pytest.approx(always + max(step, evaluation), abs=8)
     assert peak("drafter.num_layers=5", "drafter.intermediate_size=12288", "drafter.num_taps=5")[0] > 30 * GIB
 
 
