@@ -117,13 +117,13 @@ def load_target(
     where = resolve_device(device)
     model = empty_target(contract, resolve_dtype(dtype, where), where)
     fill_target(model, contract, path)
-    mode = _resolve_linear_mode(linear_mode, model.norm.weight)
+    mode = resolve_linear_mode(linear_mode, model.norm.weight)
     set_linear_mode(model, mode)
     _log.info("target %s: %s on %s, linear mode %s", contract.name, model.norm.weight.dtype, where, mode)
     return LoadedTarget(model, contract, open_tokenizer(path), mode)
 
 
-def _resolve_linear_mode(asked: LinearMode | Literal["auto"], weight: Tensor) -> LinearMode:
+def resolve_linear_mode(asked: LinearMode | Literal["auto"], weight: Tensor) -> LinearMode:
     """The arithmetic that will really run: packed wherever it can be, unless something else was asked for."""
     is_packable = can_pack(weight)
     if asked == "auto":

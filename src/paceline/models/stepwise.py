@@ -33,6 +33,7 @@ class StepwiseContext:
         capacity: S, rows that each request can commit.
         dtype: of the target.
         device: of the target.
+        layers: first layer of a stage of a pipeline and the one behind its last; None is the whole target.
     """
 
     def __init__(
@@ -43,11 +44,13 @@ class StepwiseContext:
         *,
         dtype: torch.dtype,
         device: torch.device | str,
+        layers: tuple[int, int] | None = None,
     ) -> None:
         kimi = contract.kimi
         assert kimi is not None, "only hybrid targets have such a context"
-        delta_layers = () if kimi.delta is None else kimi.delta.layers
-        latent_layers = [layer for layer in range(contract.num_layers) if not kimi.has_delta(layer)]
+        own = range(*(layers or (0, contract.num_layers)))
+        delta_layers = [layer for layer in own if kimi.has_delta(layer)]
+        latent_layers = [layer for layer in own if not kimi.has_delta(layer)]
         self._place = {layer: place for places in (delta_layers, latent_layers) for place, layer in enumerate(places)}
         self.lengths_B = torch.zeros(num_requests, dtype=torch.int64, device=device)
         self._slots_B = torch.arange(num_requests, device=device)

@@ -35,7 +35,7 @@ def fill_target(model: nn.Module, contract: TargetContract, path: Path) -> None:
         destinations = dense_target_destinations(contract)
         load_strict(parameters, source, destinations, ignored=dense_target_ignored(contract))
         return
-    source = _kimi_source(contract, path)
+    source = open_kimi_folder(contract, path)
     destinations = {slot.name: slot.destination for slot in kimi_slots(contract)}
     load_strict(parameters, source, destinations, ignored=mtp_names(contract, source.names()))
 
@@ -62,7 +62,7 @@ def load_stage(
     with torch.device("meta"):
         stage = KimiStage(contract, start, end)
     materialise(stage, dtype, device)
-    source, parameters = _kimi_source(contract, path), dict(stage.named_parameters())
+    source, parameters = open_kimi_folder(contract, path), dict(stage.named_parameters())
     destinations = {slot.name: slot.destination for slot in kimi_text_slots(contract) if slot.parameter in parameters}
     elsewhere = {slot.name for slot in kimi_slots(contract)}.difference(destinations)
     load_strict(parameters, source, destinations, ignored=elsewhere | mtp_names(contract, source.names()))
@@ -72,6 +72,11 @@ def load_stage(
     return stage.eval()
 
 
-def _kimi_source(contract: TargetContract, path: Path) -> TensorSource:
+def open_kimi_folder(contract: TargetContract, path: Path) -> TensorSource:
+    """The tensors of a Kimi target's folder under their published names, as plain numbers.
+
+    Raises:
+        CheckpointError: as for `open_kimi`.
+    """
     quantization = read_quantization(read_json(path / "config.json"), contract.origin)
     return open_kimi(open_safetensors(path), contract, quantization)

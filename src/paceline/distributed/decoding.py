@@ -1,0 +1,179 @@
+"""Decoding over ranks: a pass through all stages, one rank's verdict on it, and that verdict back to every rank.
+
+    1 the decider tells every rank how many rows of the last pass count, and which rows come next      (`plan.py`)
+    2 each rank commits the states of its own layers by these counts, and runs its layers              (`stage_pass.py`)
+    3 the ranks of the last stage choose each row's own token together                                 (`choosing.py`)
+    4 the decider compares it with the drafts, takes taps and tokens into the drafter, and drafts      (`drafting.py`)
+
+Every pass is exact, row by row (`models/stepwise.py`): what was rejected leaves no trace in any stage. So in
+row-invariant arithmetic the tokens with drafts are those without, and a pipeline's are those of one process. Stages
+take turns: with one batch under way, all but one of them wait. B places, T rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.checkpoint.contract import TargetContract
+from paceline.distributed.choosing import choose_ids
+from paceline.distributed.drafting import Drafting
+from paceline.distributed.mesh import Mesh
+from paceline.distributed.places import DecodeRequest, DecodeResult, Places
+from paceline.distributed.plan import Plan, hear, tell
+from paceline.distributed.sharding import share_of, vocabulary_shard
+from paceline.distributed.stage_pass import StagePass
+from paceline.distributed.world import OtherRankFailedError
+from paceline.errors import EXIT_FAILED
+from paceline.models.stepwise import StepwiseContext
+from paceline.ops.target_distribution import effective_temperature
+
+
+@dataclass(frozen=True)
+class DecodeSizes:
+    """Sizes that all ranks share.
+
+    Attributes:
+        num_places: requests at the same time.
+        max_model_len: tokens that prompt and answer may hold together.
+        prefill_chunk_size: prompt tokens of a request per pass.
+        num_draft_tokens: K; 0 without a drafter.
+    """
+
+    num_places: int = 4
+    max_model_len: int = 2048
+    prefill_chunk_size: int = 32
+    num_draft_tokens: int = 0
+
+    @property
+    def max_rows(self) -> int:
+        """W, rows of a request and pass."""
+        return max(self.prefill_chunk_size, self.num_draft_tokens + 1)
+
+
+class Decoder:
+    """One rank's part of decoding.
+
+    Args:
+        mesh: this rank's place.
+        contract: of the whole target.
+        stage_pass: this rank's layers, with taps prepared.
+        sizes: the same on every rank.
+        drafting: on the decider, if there is a drafter.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        contract: TargetContract,
+        stage_pass: StagePass,
+        sizes: DecodeSizes,
+        drafting: Drafting | None = None,
+    ) -> None:
+        assert drafting is None or mesh.is_decider, "one rank drafts"
+        self._mesh, self._contract, self._pass, self._sizes = mesh, contract, stage_pass, sizes
+        self._drafting = drafting
+
+    def generate(self, requests: Sequence[DecodeRequest]) -> list[DecodeResult]:
+        """Continue all requests; every rank calls it, and gets the results.
+
+        Args:
+            requests: those of the decider are served.
+        Raises:
+            RequestError: on the decider; a request cannot be served.
+            OtherRankFailedError: on all others, if the decider failed.
+        """
+        context = self._new_context()
+        if not self._mesh.is_decider:
+            self._follow(context)
+            return self._mesh.world.given_by(self._mesh.decider, None)
+        try:
+            results = self._decide(requests, context)
+        except Exception:
+            self._tell(Plan.closing("failed", self._sizes.num_places))
+            raise
+        return self._mesh.world.given_by(self._mesh.decider, results)
+
+    def _new_context(self) -> StepwiseContext:
+        stage, sizes = self._pass.stage, self._sizes
+        norm = stage.layers[stage.start].get_submodule("input_layernorm").get_parameter("weight")
+        return StepwiseContext(
+            share_of(self._contract, self._mesh.tensor.size),
+            sizes.num_places,
+            sizes.max_model_len + sizes.max_rows,
+            dtype=norm.dtype,
+            device=norm.device,
+            layers=self._mesh.layers,
+        )
+
+    def _decide(self, requests: Sequence[DecodeRequest], context: StepwiseContext) -> list[DecodeResult]:
+        sizes = self._sizes
+        places = Places(
+            self._contract,
+            requests,
+            num_places=sizes.num_places,
+            max_rows=sizes.max_rows,
+            max_model_len=sizes.max_model_len,
+        )
+        counts = [0] * sizes.num_places
+        while True:
+            new = places.admit()
+            rows = places.next_rows()
+            if not any(rows):
+                self._tell(Plan.closing("end", sizes.num_places))
+                return places.results()
+            running = [place.request if place is not None else None for place in places.running]
+            plan = Plan.of_rows(
+                rows,
+                counts=counts,
+                new_places=new,
+                temperatures=[effective_temperature(one.temperature) if one else 0.0 for one in running],
+                seeds=[one.seed if one else 0 for one in running],
+            )
+            self._tell(plan)
+            for number in new:
+                place = places.running[number]
+                if self._drafting is not None and place is not None:
+                    self._drafting.begin(number, place)
+            own_ids_BT, taps = self._step(plan, context)
+            counts = places.take(own_ids_BT.tolist())
+            if self._drafting is not None:
+                self._drafting.follow(places.running, counts, plan.token_ids_BT, taps)
+
+    def _follow(self, context: StepwiseContext) -> None:
+        sizes, decider = self._sizes, self._mesh.decider
+        while (plan := hear(sizes.num_places, sizes.max_rows, decider)).kind == "run":
+            self._step(plan, context)
+        if plan.kind == "failed":
+            raise OtherRankFailedError(decider, EXIT_FAILED, "its own message says how")
+
+    def _step(self, plan: Plan, context: StepwiseContext) -> tuple[Tensor, list[Tensor]]:
+        """Commit the last pass, then run this one; what is returned says something on the last stage alone."""
+        device = context.lengths_B.device
+        context.commit(plan.counts_B.to(device))
+        for place in plan.is_new_B.nonzero().flatten().tolist():
+            context.clear(place)
+        token_ids_BT = plan.token_ids_BT.to(device)
+        found = self._pass.run(token_ids_BT, context)
+        if found is None:
+            return token_ids_BT, []
+        hidden_BTD, taps = found
+        num_rows = token_ids_BT.shape[1]
+        position_BT = context.lengths_B.unsqueeze(1) + torch.arange(num_rows, device=device)
+        own_ids_R = choose_ids(
+            self._pass.logits(hidden_BTD).flatten(0, 1),
+            vocabulary_shard(self._contract, self._mesh.tensor),
+            self._mesh.tensor,
+            temperature_R=plan.temperature_B.float().to(device).repeat_interleave(num_rows),
+            seed_R=plan.seed_B.to(device).repeat_interleave(num_rows),
+            position_R=position_BT.flatten(),
+            all_greedy=plan.all_greedy,
+        )
+        return own_ids_R.view(token_ids_BT.shape), taps
+
+    def _tell(self, plan: Plan) -> None:
+        if self._mesh.world.size > 1:
+            tell(plan, self._sizes.max_rows, self._mesh.decider)

@@ -1,0 +1,232 @@
+"""From settings to a rank that is ready to decode: agree, load this rank's part, prepare the taps.
+
+Nothing is read but configs and headers until all ranks have compared what they were started with: the target's config
+and files, the cut, capture ids and their stream, and every size. Then each loads its part; one that fails makes all of
+them leave.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+
+import paceline
+from paceline.checkpoint.compatibility import check_fit, complete_contract
+from paceline.checkpoint.contract import AuxHiddenStream, CaptureId, DrafterContract, TargetContract, capture_id
+from paceline.checkpoint.dialects import read_drafter
+from paceline.checkpoint.locate import locate_drafter, locate_target
+from paceline.checkpoint.target_config import read_target_contract
+from paceline.checkpoint.tokenizer import TextTokenizer, open_tokenizer
+from paceline.distributed.decoding import Decoder, DecodeSizes
+from paceline.distributed.drafting import Drafting
+from paceline.distributed.mesh import Layout, Mesh
+from paceline.distributed.sharded_weights import folder_digest, load_sharded_stage
+from paceline.distributed.sharding import require_shares
+from paceline.distributed.stage_pass import StagePass
+from paceline.distributed.target_ends import load_ends
+from paceline.distributed.world import World
+from paceline.errors import CompatibilityError, ConfigError
+from paceline.models.capabilities import check_capture_ids
+from paceline.models.layers import LinearMode, set_linear_mode
+from paceline.models.loading import LoadedTarget, load_drafter, resolve_dtype, resolve_linear_mode
+from paceline.models.targets.kimi_pipeline import stage_ranges
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DecodeSettings:
+    """What a run over ranks is started with, the same on all of them.
+
+    Attributes:
+        target: folder, hub name or alias of a Kimi target.
+        drafter: folder or hub name; None decodes plainly.
+        num_stages: of the pipeline.
+        borders: first layer of every stage but the first; None cuts evenly.
+        tensor_size: ranks that share each layer.
+        dtype: "auto", "bfloat16", "float16" or "float32".
+        linear_mode: "auto" packs bf16 weights on CPUs that have the instructions; "row_invariant" makes tokens with
+            drafts those without, to the last one.
+        num_draft_tokens: proposals per step; None is what the drafter was trained for.
+        aux_hidden_stream: feed the drafter another stream than it was trained on, to compare the two.
+        num_places: requests at the same time.
+        max_model_len: tokens that prompt and answer may hold together.
+        prefill_chunk_size: prompt tokens of a request per pass.
+        offline: never touch the network.
+    """
+
+    target: str
+    drafter: str | None = None
+    num_stages: int = 1
+    borders: tuple[int, ...] | None = None
+    tensor_size: int = 1
+    dtype: str = "auto"
+    linear_mode: LinearMode | Literal["auto"] = "auto"
+    num_draft_tokens: int | None = None
+    aux_hidden_stream: AuxHiddenStream | None = None
+    num_places: int = 4
+    max_model_len: int = 2048
+    prefill_chunk_size: int = 32
+    offline: bool = False
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What follows from the settings and the files' configs, before a weight is read."""
+
+    path: Path
+    contract: TargetContract
+    layout: Layout
+    dtype: torch.dtype
+    sizes: DecodeSizes
+    capture_ids: tuple[CaptureId, ...]
+    stream: AuxHiddenStream
+
+    def facts(self, settings: DecodeSettings) -> dict[str, str]:
+        """What must be alike on all ranks."""
+        return {
+            "the version of paceline": paceline.__version__,
+            "the target's config": str(dataclasses.replace(self.contract, name="", origin="")),
+            "the target's files": folder_digest(self.path),
+            "the cut": f"{list(self.layout.borders)} with {self.layout.tensor_size} ranks per stage",
+            "capture ids": str([int(capture) for capture in self.capture_ids]),
+            "the stream": self.stream,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "linear mode": settings.linear_mode,
+            "sizes": str(self.sizes),
+        }
+
+
+@dataclass(frozen=True)
+class OpenTarget:
+    """A rank that is ready.
+
+    Attributes:
+        decoder: runs requests.
+        mesh: this rank's place.
+        contract: of the whole target.
+        tokenizer: of the target.
+    """
+
+    decoder: Decoder
+    mesh: Mesh
+    contract: TargetContract
+    tokenizer: TextTokenizer
+
+
+def open_target(world: World, settings: DecodeSettings) -> OpenTarget:
+    """Load this rank's part of a target and, on the rank that decides, the drafter. A collective call.
+
+    Args:
+        world: all ranks.
+        settings: the same on all of them.
+    Raises:
+        CompatibilityError: ranks disagree, on every rank and before a weight is read; or target, drafter and taps do
+            not fit each other.
+        ConfigError: the target cannot be cut or shared out like that, or not by so many processes.
+        CheckpointError: a file is missing, damaged or incomplete.
+        OtherRankFailedError: another rank failed; it raises its own error.
+    """
+    plan = world.together(lambda: _plan(world, settings))
+    world.agree(lambda: plan.facts(settings))
+    mesh = Mesh.of(world, plan.layout, plan.contract.num_layers)
+    stage_pass = world.together(lambda: _load(mesh, plan, settings))
+    tokenizer = world.together(lambda: open_tokenizer(plan.path))
+    drafting = world.together(lambda: _load_drafting(mesh, plan, settings, stage_pass, tokenizer))
+    decoder = Decoder(mesh, plan.contract, stage_pass, plan.sizes, drafting)
+    return OpenTarget(decoder, mesh, plan.contract, tokenizer)
+
+
+def _plan(world: World, settings: DecodeSettings) -> _Plan:
+    path = locate_target(settings.target, offline=settings.offline)
+    contract = read_target_contract(path, settings.target)
+    if contract.kimi is None:
+        raise CompatibilityError(
+            f"{contract.architecture} is not cut over ranks; Kimi targets are",
+            origin={"target": contract.origin},
+            hint="`paceline generate`, in one process",
+        )
+    layout = Layout.even(contract.num_layers, settings.num_stages, settings.tensor_size)
+    if settings.borders is not None:
+        layout = Layout(settings.borders, settings.tensor_size)
+    stage_ranges(contract.num_layers, layout.borders)
+    if settings.tensor_size < 1:
+        raise ConfigError(f"{settings.tensor_size} ranks per stage were asked for; it takes one at least")
+    require_shares(contract, settings.tensor_size)
+    sizes = DecodeSizes(settings.num_places, settings.max_model_len, settings.prefill_chunk_size)
+    if settings.max_model_len > contract.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len is {settings.max_model_len}; the target has positions for "
+            f"{contract.max_position_embeddings}",
+            origin={"target": contract.origin},
+        )
+    capture_ids: tuple[CaptureId, ...] = ()
+    stream: AuxHiddenStream = settings.aux_hidden_stream or "prefix"
+    if settings.drafter is not None:
+        drafter = _drafter_contract(settings, contract)
+        capture_ids = tuple(capture_id(layer) for layer in drafter.target_layer_ids)
+        stream = settings.aux_hidden_stream or drafter.aux_hidden_stream
+        check_capture_ids(contract, capture_ids, stream)
+        num_drafts = settings.num_draft_tokens or drafter.num_draft_tokens
+        sizes = dataclasses.replace(sizes, num_draft_tokens=num_drafts)
+    dtype = resolve_dtype(settings.dtype, world.device)
+    return _Plan(path, contract, layout, dtype, sizes, capture_ids, stream)
+
+
+def _drafter_contract(settings: DecodeSettings, contract: TargetContract) -> DrafterContract:
+    assert settings.drafter is not None
+    files = read_drafter(locate_drafter(settings.drafter, offline=settings.offline))
+    drafter = complete_contract(files.contract, contract)
+    check_fit(drafter, contract)
+    return drafter
+
+
+def _load(mesh: Mesh, plan: _Plan, settings: DecodeSettings) -> StagePass:
+    start, end = mesh.layers
+    stage = load_sharded_stage(
+        plan.contract, plan.path, start, end, mesh.tensor, dtype=plan.dtype, device=mesh.world.device
+    )
+    set_linear_mode(stage, _mode(plan, settings, mesh))
+    stage_pass = StagePass(mesh, plan.contract, stage)
+    if plan.capture_ids:
+        stage_pass.prepare_taps(plan.capture_ids, plan.stream)
+    _log.info(
+        "rank %d: layers %d to %d, part %d of %d", mesh.world.rank, start, end - 1, mesh.tensor.index, mesh.tensor.size
+    )
+    return stage_pass
+
+
+def _load_drafting(
+    mesh: Mesh, plan: _Plan, settings: DecodeSettings, stage_pass: StagePass, tokenizer: TextTokenizer
+) -> Drafting | None:
+    if settings.drafter is None or not mesh.is_decider:
+        return None
+    mode = _mode(plan, settings, mesh)
+    ends = load_ends(plan.contract, plan.path, mesh, stage_pass.stage, mode)
+    target = LoadedTarget(cast(Any, ends), plan.contract, tokenizer, mode)
+    _log.warning("the drafter's fingerprint is not replayed on a target that is spread over ranks")
+    drafter = load_drafter(
+        settings.drafter,
+        target,
+        num_draft_tokens=settings.num_draft_tokens,
+        check_fingerprint=False,
+        offline=settings.offline,
+        aux_hidden_stream=settings.aux_hidden_stream,
+    )
+    return Drafting(
+        target,
+        drafter,
+        num_places=plan.sizes.num_places,
+        max_model_len=plan.sizes.max_model_len,
+        max_rows=plan.sizes.max_rows,
+    )
+
+
+def _mode(plan: _Plan, settings: DecodeSettings, mesh: Mesh) -> LinearMode:
+    like = torch.empty(1, 1, dtype=plan.dtype, device=mesh.world.device)
+    return resolve_linear_mode(settings.linear_mode, like)

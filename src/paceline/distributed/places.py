@@ -1,0 +1,210 @@
+"""Which rows the next pass runs, and what becomes of them: the decider's bookkeeping, all of it on the host.
+
+A place is a row of the batch that serves one request after another. What a request has to run is the part of its known
+text that has not been run: of a prompt a chunk at a time, and last the anchor, the newest token, followed by drafts for
+the places behind it. Rows of the prompt count as they are; of drafts, those count that are what the target says itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from paceline.checkpoint.contract import TargetContract
+from paceline.engine.sampling import SamplingParameters
+from paceline.errors import RequestError
+from paceline.ops.sample_tokens import NO_TOKEN
+
+
+@dataclass(frozen=True)
+class DecodeRequest:
+    """What is to be continued, and how.
+
+    Attributes:
+        prompt_ids: at least one.
+        max_tokens: most tokens to generate.
+        temperature: 0 takes the most likely token.
+        seed: of the noise; the same seed gives the same tokens with and without drafts.
+        is_drafted: whether a drafter, where there is one, works for it.
+        ignore_eos: go past the target's own stop tokens.
+    """
+
+    prompt_ids: tuple[int, ...]
+    max_tokens: int = 128
+    temperature: float = 0.0
+    seed: int = 0
+    is_drafted: bool = True
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class DecodeResult:
+    """A finished request.
+
+    Attributes:
+        token_ids: generated; a stop token is the last of them.
+        finish_reason: "error" where the target's numbers gave no token.
+        num_steps: passes that judged a block or a lone anchor.
+        num_drafted: drafts that were judged.
+        num_accepted: those of them that were kept.
+    """
+
+    token_ids: tuple[int, ...]
+    finish_reason: Literal["stop", "length", "error"]
+    num_steps: int
+    num_drafted: int
+    num_accepted: int
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per step, the target's own included."""
+        return 1 + self.num_accepted / self.num_steps if self.num_steps else 0.0
+
+
+@dataclass
+class Place:
+    """A request that runs.
+
+    Attributes:
+        index: in the caller's list.
+        request: what was asked.
+        text: prompt and what was generated.
+        num_run: tokens of it that were run and count.
+        drafts: for the positions behind the anchor.
+        rows: of the pass at hand.
+    """
+
+    index: int
+    request: DecodeRequest
+    text: list[int]
+    num_run: int = 0
+    drafts: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    num_steps: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that may still be generated."""
+        return len(self.request.prompt_ids) + self.request.max_tokens - len(self.text)
+
+    @property
+    def is_at_anchor(self) -> bool:
+        """Whether all of the text was run but its last token."""
+        return self.num_run == len(self.text) - 1
+
+
+class Places:
+    """All places of a run.
+
+    Args:
+        contract: of the target.
+        requests: to be served in this order.
+        num_places: at the same time.
+        max_rows: of a request and pass.
+        max_model_len: tokens that prompt and answer may hold together.
+    Raises:
+        RequestError: a prompt is empty, too long or no text of this target.
+    """
+
+    def __init__(
+        self,
+        contract: TargetContract,
+        requests: Sequence[DecodeRequest],
+        *,
+        num_places: int,
+        max_rows: int,
+        max_model_len: int,
+    ) -> None:
+        for index, request in enumerate(requests):
+            _check(index, request, contract.vocab_size, max_model_len)
+        self._stops = frozenset(contract.stop_token_ids)
+        self._max_rows = max_rows
+        self._waiting = deque(Place(index, one, list(one.prompt_ids)) for index, one in enumerate(requests))
+        self._results: list[DecodeResult | None] = [None] * len(requests)
+        self.running: list[Place | None] = [None] * num_places
+
+    def admit(self) -> list[int]:
+        """Give free places to waiting requests; returns which."""
+        new = [number for number, place in enumerate(self.running) if place is None][: len(self._waiting)]
+        for number in new:
+            self.running[number] = self._waiting.popleft()
+        return new
+
+    def next_rows(self) -> list[list[int]]:
+        """What each place runs; nothing at all when every request is done."""
+        for place in self.running:
+            if place is None:
+                continue
+            if place.is_at_anchor:
+                place.rows = [place.text[-1], *place.drafts[: place.num_left - 1]]
+            else:
+                end = min(place.num_run + self._max_rows, len(place.text) - 1)
+                place.rows = place.text[place.num_run : end]
+        return [[] if place is None else place.rows for place in self.running]
+
+    def take(self, own_ids: Sequence[Sequence[int]]) -> list[int]:
+        """Judge the rows that `next_rows` gave.
+
+        Args:
+            own_ids: the target's choice behind every row, by place.
+        Returns:
+            How many rows of each place count, from the first. Places whose request ended are free afterwards.
+        """
+        counts = []
+        for number, place in enumerate(self.running):
+            counts.append(0 if place is None else self._judge(number, place, own_ids[number]))
+        return counts
+
+    def results(self) -> list[DecodeResult]:
+        """Of all requests, in the caller's order."""
+        assert all(result is not None for result in self._results), "every request was served"
+        return [result for result in self._results if result is not None]
+
+    def _judge(self, number: int, place: Place, own_ids: Sequence[int]) -> int:
+        if not place.is_at_anchor:
+            place.num_run += len(place.rows)
+            return len(place.rows)
+        drafts = place.rows[1:]
+        accepted = next((at for at, draft in enumerate(drafts) if draft != own_ids[at]), len(drafts))
+        new = [*drafts[:accepted], own_ids[accepted]]
+        place.num_steps, place.num_drafted = place.num_steps + 1, place.num_drafted + len(drafts)
+        place.num_accepted += accepted
+        place.num_run += accepted + 1
+        place.drafts = []
+        reason: Literal["stop", "length", "error"] | None = None
+        if new[-1] == NO_TOKEN:
+            new, reason = new[:-1], "error"
+        stop = next((at for at, token in enumerate(new) if token in self._stops), None)
+        if stop is not None and not place.request.ignore_eos:
+            new, reason = new[: stop + 1], "stop"
+        place.text += new
+        if reason is None and place.num_left == 0:
+            reason = "length"
+        if reason is not None:
+            self._results[place.index] = DecodeResult(
+                tuple(place.text[len(place.request.prompt_ids) :]),
+                reason,
+                place.num_steps,
+                place.num_drafted,
+                place.num_accepted,
+            )
+            self.running[number] = None
+        return accepted + 1
+
+
+def _check(index: int, request: DecodeRequest, vocab_size: int, max_model_len: int) -> None:
+    num_prompt = len(request.prompt_ids)
+    if not num_prompt or request.max_tokens < 1 or num_prompt + request.max_tokens > max_model_len:
+        raise RequestError(
+            f"request {index} has a prompt of {num_prompt} tokens and asks for {request.max_tokens}; there have to be "
+            f"one of each at least, and together {max_model_len} at most",
+            hint="a larger max_model_len, or fewer tokens",
+        )
+    outside = [token for token in request.prompt_ids if not 0 <= token < vocab_size]
+    if outside:
+        raise RequestError(f"request {index} holds the token {outside[0]}; the target has ids 0 to {vocab_size - 1}")
+    SamplingParameters(temperature=request.temperature, seed=request.seed)  # refuses what is impossible

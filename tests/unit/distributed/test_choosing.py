@@ -1,0 +1,84 @@
+"""Tokens that several ranks choose together are those of one, ties, noise and unsound numbers included."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from tests.unit.training.processes import run_ranks, values
+from torch import Tensor
+
+import paceline.distributed.choosing as module
+from paceline.distributed.choosing import choose_ids
+from paceline.distributed.mesh import Layout, Mesh, TensorGroup
+from paceline.distributed.sharding import vocabulary_shard
+from paceline.distributed.world import World
+from paceline.ops.noise import hash32
+from paceline.ops.sample_tokens import NO_TOKEN, sample_tokens
+from paceline.ops.sharded_top_k import IdRange, VocabularyShard
+from paceline.training.ranks import Ranks
+
+VOCAB, ROWS = 21, 64  # an odd vocabulary: the second rank has fewer ids
+
+
+def logits() -> Tensor:
+    """Few levels, so that ties lie on both sides of the border; and rows that say nothing."""
+    found = torch.randint(0, 5, (ROWS, VOCAB), generator=torch.Generator().manual_seed(0)).float()
+    found[0, 3], found[1, 20], found[2, 1], found[3, :] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    found[4, :11], found[5, 11:] = -torch.inf, -torch.inf
+    return found
+
+
+def rows_of(shard: VocabularyShard, tensor: TensorGroup, *, is_greedy: bool) -> Tensor:
+    (ids,) = shard.ranges
+    temperature_R = torch.full((ROWS,), 0.0 if is_greedy else 0.8)
+    temperature_R[10:20] = 0.0
+    return choose_ids(
+        logits()[:, ids.first_id : ids.end_id],
+        shard,
+        tensor,
+        temperature_R=temperature_R,
+        seed_R=torch.arange(ROWS) * 7,
+        position_R=torch.arange(ROWS) % 9,
+        all_greedy=is_greedy,
+    )
+
+
+def choose_on_rank(ranks: Ranks) -> dict[str, Any]:
+    from tests.tiny_kimi import k3_tiny_config, kimi_contract
+
+    contract = kimi_contract(k3_tiny_config(vocab_size=VOCAB))
+    mesh = Mesh.of(World(ranks.rank, ranks.size, ranks.device), Layout((), ranks.size), contract.num_layers)
+    shard = vocabulary_shard(contract, mesh.tensor)
+    found = {kind: rows_of(shard, mesh.tensor, is_greedy=kind == "greedy") for kind in ("greedy", "sampled")}
+
+    def counted_from_the_shard(seed: Tensor, position: Tensor, ids: Tensor, domain: int) -> Tensor:
+        return hash32(seed, position, ids - ids[0], domain)
+
+    with patch.object(module, "hash32", counted_from_the_shard):  # the fault
+        found["own ids"] = rows_of(shard, mesh.tensor, is_greedy=False)
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_several_ranks_choose_as_one(size: int, tmp_path: Any) -> None:
+    found = values(run_ranks(choose_on_rank, tmp_path / "run", size=size))
+    whole = VocabularyShard(VOCAB, (IdRange(0, 0, VOCAB),))
+    for kind in ("greedy", "sampled"):
+        alone = rows_of(whole, TensorGroup(), is_greedy=kind == "greedy")
+        assert all(torch.equal(rank[kind], alone) for rank in found)
+        assert alone[[0, 1, 3]].tolist() == [NO_TOKEN] * 3 and int(alone[4]) >= 11 and int(alone[5]) < 11
+    assert not torch.equal(found[0]["own ids"], found[0]["sampled"]), "noise of an id is its own, wherever it is held"
+
+
+def test_one_rank_chooses_as_a_process_without_ranks() -> None:
+    temperature_R = torch.full((ROWS,), 0.8)
+    temperature_R[10:20] = 0.0
+    processed = logits() / torch.where(temperature_R > 0, temperature_R, 1.0).unsqueeze(1)
+    expected = sample_tokens(
+        processed, temperature_R=temperature_R, seed_R=torch.arange(ROWS) * 7, position_R=torch.arange(ROWS) % 9
+    )
+    whole = VocabularyShard(VOCAB, (IdRange(0, 0, VOCAB),))
+    assert torch.equal(rows_of(whole, TensorGroup(), is_greedy=False), expected)
