@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from paceline.errors import EXIT_CHECK_SAYS_NO, EXIT_DONE
 
 if TYPE_CHECKING:
     from paceline.engine.request import RequestResult
-    from paceline.models.loading import LoadedTarget
+    from paceline.models.loading import LoadedDrafter, LoadedTarget
 
 NAME = "parity-peers"
 
@@ -48,14 +48,29 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse
 
 
 def our_results(
-    target: LoadedTarget, folder: Path | None, prompts: Sequence[Sequence[int]], max_tokens: int
+    target: LoadedTarget,
+    folder: Path | None,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    *,
+    plant: Callable[[LoadedDrafter], object] = lambda drafter: drafter,
 ) -> list[RequestResult]:
-    """Greedy answers of our engine, one prompt at a time, with the drafter of a folder or plainly."""
+    """Greedy answers of our engine, one prompt at a time, with the drafter of a folder or plainly.
+
+    Args:
+        target: loaded.
+        folder: of the drafter, or None.
+        prompts: token ids.
+        max_tokens: of each answer.
+        plant: puts a peer's fault into the loaded drafter, to see whether it is the whole difference.
+    """
     from paceline.engine.engine import Engine, EngineSettings
     from paceline.engine.request import SamplingParameters
     from paceline.models.loading import load_drafter
 
     drafter = load_drafter(str(folder), target) if folder is not None else None
+    if drafter is not None:
+        plant(drafter)
     settings = EngineSettings(max_num_seqs=1, draft_sample_method="greedy" if drafter is not None else None)
     samplings = [SamplingParameters(max_tokens=max_tokens)] * len(prompts)
     label = "ours, plain" if folder is None else f"ours, {folder.name}"

