@@ -28,7 +28,7 @@ from paceline.distributed.mesh import Layout, Mesh
 from paceline.distributed.sharded_weights import folder_digest, load_sharded_stage
 from paceline.distributed.sharding import require_shares
 from paceline.distributed.stage_pass import StagePass
-from paceline.distributed.target_ends import load_ends
+from paceline.distributed.target_ends import answer, load_ends, others_answering
 from paceline.distributed.world import World
 from paceline.errors import CompatibilityError, ConfigError
 from paceline.models.capabilities import check_capture_ids
@@ -137,7 +137,7 @@ def open_target(world: World, settings: DecodeSettings) -> OpenTarget:
     mesh = Mesh.of(world, plan.layout, plan.contract.num_layers)
     stage_pass = world.together(lambda: _load(mesh, plan, settings))
     tokenizer = world.together(lambda: open_tokenizer(plan.path))
-    drafting = world.together(lambda: _load_drafting(mesh, plan, settings, stage_pass, tokenizer))
+    drafting = _load_drafting(mesh, plan, settings, stage_pass, tokenizer)
     decoder = Decoder(mesh, plan.contract, stage_pass, plan.sizes, drafting)
     return OpenTarget(decoder, mesh, plan.contract, tokenizer)
 
@@ -204,17 +204,40 @@ def _load(mesh: Mesh, plan: _Plan, settings: DecodeSettings) -> StagePass:
 def _load_drafting(
     mesh: Mesh, plan: _Plan, settings: DecodeSettings, stage_pass: StagePass, tokenizer: TextTokenizer
 ) -> Drafting | None:
-    if settings.drafter is None or not mesh.is_decider:
+    """The drafter, on the decider; all other ranks run what its fingerprint is compared with."""
+    if settings.drafter is None:
         return None
+    failure: Exception | None = None
+    drafting: list[Drafting] = []
+    if not mesh.is_decider:
+        answer(mesh, stage_pass, mesh.world.device)
+    else:
+        with others_answering(mesh):
+            try:
+                drafting.append(_drafting(mesh, plan, settings, stage_pass, tokenizer))
+            except Exception as error:  # raised below, where the others learn of it
+                failure = error
+
+    def settle() -> Drafting | None:
+        if failure is not None:
+            raise failure
+        stage_pass.prepare_taps(plan.capture_ids, plan.stream)  # again: the replay tapped every layer
+        return drafting[0] if drafting else None
+
+    return mesh.world.together(settle)
+
+
+def _drafting(
+    mesh: Mesh, plan: _Plan, settings: DecodeSettings, stage_pass: StagePass, tokenizer: TextTokenizer
+) -> Drafting:
+    assert settings.drafter is not None
     mode = _mode(plan, settings, mesh)
-    ends = load_ends(plan.contract, plan.path, mesh, stage_pass.stage, mode)
+    ends = load_ends(plan.contract, plan.path, mesh, stage_pass, mode)
     target = LoadedTarget(cast(Any, ends), plan.contract, tokenizer, mode)
-    _log.warning("the drafter's fingerprint is not replayed on a target that is spread over ranks")
     drafter = load_drafter(
         settings.drafter,
         target,
         num_draft_tokens=settings.num_draft_tokens,
-        check_fingerprint=False,
         offline=settings.offline,
         aux_hidden_stream=settings.aux_hidden_stream,
     )

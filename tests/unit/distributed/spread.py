@@ -73,9 +73,13 @@ def write_models(folder: Path) -> Path:
     target: Any = wrap_target(model, "row_invariant")  # type: ignore[arg-type]
     for name, changes in FAMILIES.items():
         fields = {"family": name, "aux_hidden_stream": "attn_res", "target_layer_ids": TAPPED, **changes}
-        write_drafter(folder / name, target, fingerprint=False, **fields)
+        write_drafter(folder / name, target, fingerprint=name != "eagle3", **fields)
     others = {"family": "dflash", "aux_hidden_stream": "attn_res", "target_layer_ids": (TargetLayerId(0), *TAPPED[1:])}
     write_drafter(folder / "other-taps", target, fingerprint=False, **others)
+    moved: Any = wrap_target(kimi_target(config, seed=1), "row_invariant")  # type: ignore[arg-type]
+    write_drafter(
+        folder / "other-target", moved, family="dflash", aux_hidden_stream="attn_res", target_layer_ids=TAPPED
+    )
     deep = small_kimi_config(DEEP, DEEP_BLOCK, first_k_dense_replace=24)
     write_kimi(folder / "deep", deep, kimi_tensors(kimi_target(deep)))
     return folder

@@ -80,6 +80,24 @@ def test_a_checkpoint_without_the_vectors_of_a_boundary(models: Path, others: Pa
     assert "missing tensors" in second["tapped"]["told"], "whoever runs the layer needs them in any case"
 
 
+def test_a_drafter_of_another_target_is_told_by_its_fingerprint_on_every_rank(models: Path, tmp_path: Path) -> None:
+    """Replayed over two stages and over two parts, as in one process."""
+    cases = {
+        spread: {"drafter": "other-target", **fields}
+        for spread, fields in (("stages", {"num_stages": 2}), ("parts", {"tensor_size": 2}))
+    }
+    cases["after it"] = {"drafter": "dflash", "num_stages": 2}
+    ranks = values(run_ranks(decode_cases, tmp_path / "run", models, cases))
+    alone = decode(World(0, 1, CPU), models, {"drafter": "other-target"})
+    assert alone["error"] == "CompatibilityError"
+    decider = {"stages": 1, "parts": 0}
+    for spread, rank in decider.items():
+        assert ranks[rank][spread] == alone
+        assert ranks[1 - rank][spread]["error"] == "OtherRankFailedError"
+        assert alone["told"].splitlines()[0] in ranks[1 - rank][spread]["told"]
+    assert all("tokens" in rank["after it"] for rank in ranks), "a refusal leaves the ranks in step"
+
+
 def test_requests_that_cannot_be_served(models: Path) -> None:
     alone = World(0, 1, CPU)
     found: dict[str, Any] = decode(alone, models, {"max_model_len": 20})
