@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.checkpoint.contract import TargetContract
 from paceline.checkpoint.quantized import open_dequantized
-from paceline.checkpoint.weights import TensorSource
+from paceline.checkpoint.weights import TensorSource, cut, load_part
 from paceline.errors import CheckpointError
 
 _WRAPPER, _INNER, _HEAD = "language_model.", "language_model.model.", "language_model.lm_head."
@@ -76,6 +76,12 @@ class _KimiTensors:
         if name.endswith(".A_log"):
             return self._decay_rates(name, tensor)
         return tensor.reshape(self.shape(name))
+
+    def load_part(self, name: str, rows: tuple[int, int], columns: tuple[int, int] | None) -> Tensor:
+        stored = self._known(name)
+        if self.shape(name) != self._source.shape(stored):  # narrowed and brought into shape before it is cut
+            return cut(self.load(name), rows, columns)
+        return load_part(self._source, stored, rows, columns)
 
     def _decay_rates(self, name: str, tensor: Tensor) -> Tensor:
         """One rate per head; whatever pads them must be zero, or they are not what they are taken for."""

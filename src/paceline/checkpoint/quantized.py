@@ -38,7 +38,7 @@ from paceline.checkpoint.quantization_config import (
     WeightScheme,
     read_quantization_config,
 )
-from paceline.checkpoint.weights import FLOAT_DTYPES, TensorSource
+from paceline.checkpoint.weights import FLOAT_DTYPES, TensorSource, cut, load_part
 from paceline.errors import CheckpointError
 
 Parts = Sequence[tuple[str, int]]  # names and numbers of rows of what a fused tensor holds, in row order
@@ -163,7 +163,14 @@ class _DequantizedSource:
     def load(self, name: str) -> Tensor:
         if name in self._weights:
             return _dequantize(self._weights[name], self._source)
-        tensor = self._source.load(self._known(name))
+        return self._plain(name, self._source.load(self._known(name)))
+
+    def load_part(self, name: str, rows: tuple[int, int], columns: tuple[int, int] | None) -> Tensor:
+        if name in self._weights:  # scales may span what is cut
+            return cut(self.load(name), rows, columns)
+        return self._plain(name, load_part(self._source, self._known(name), rows, columns))
+
+    def _plain(self, name: str, tensor: Tensor) -> Tensor:
         if tensor.dtype in _CODE_DTYPES:
             raise _refusal(
                 f"tensor {name} is stored as {tensor.dtype} and has no scale", self._source, hint="a complete export"

@@ -12,10 +12,10 @@ import errno
 import json
 import os
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -51,6 +51,35 @@ class TensorSource(Protocol):
         ...
 
 
+@runtime_checkable
+class ReadsParts(Protocol):
+    """A source that can read a part of a tensor without the rest of it."""
+
+    def load_part(self, name: str, rows: tuple[int, int], columns: tuple[int, int] | None) -> Tensor:
+        """What `load_part` gives."""
+        ...
+
+
+def load_part(source: TensorSource, name: str, rows: tuple[int, int], columns: tuple[int, int] | None = None) -> Tensor:
+    """Some rows of a tensor, and of these some columns; of the file no more is read than that, where it can be done.
+
+    Args:
+        source: any.
+        name: of the tensor.
+        rows: half-open.
+        columns: half-open, along the second dimension; None is all.
+    """
+    if isinstance(source, ReadsParts):
+        return source.load_part(name, rows, columns)
+    return cut(source.load(name), rows, columns)
+
+
+def cut(tensor: Tensor, rows: tuple[int, int], columns: tuple[int, int] | None) -> Tensor:
+    """A view of a part."""
+    part = tensor[rows[0] : rows[1]]
+    return part if columns is None else part[:, columns[0] : columns[1]]
+
+
 @dataclass(frozen=True)
 class Destination:
     """Where a checkpoint tensor goes."""
@@ -74,13 +103,19 @@ class _SafetensorsSource:
         return tuple(self._handle(name).get_slice(name).get_shape())
 
     def load(self, name: str) -> Tensor:
+        return self._read(name, lambda handle: handle.get_tensor(name))
+
+    def load_part(self, name: str, rows: tuple[int, int], columns: tuple[int, int] | None) -> Tensor:
+        places: tuple[slice, ...] = (slice(*rows),) if columns is None else (slice(*rows), slice(*columns))
+        return self._read(name, lambda handle: handle.get_slice(name)[places])
+
+    def _read(self, name: str, read: Callable[[Any], Tensor]) -> Tensor:
         from safetensors import SafetensorError
 
         try:
-            tensor: Tensor = self._handle(name).get_tensor(name)
+            return read(self._handle(name))
         except (SafetensorError, OSError, RuntimeError) as error:
             raise CheckpointError(f"{self._file_of[name]}: tensor {name} cannot be read: {error}") from error
-        return tensor
 
     def _handle(self, name: str) -> Any:
         if name not in self._file_of:

@@ -1,4 +1,8 @@
-"""Reading one rank's part of a checkpoint: tensors of other stages and other ranks' experts are never touched."""
+"""Reading one rank's part of a checkpoint: of other stages, other ranks' experts, heads and ids, not a byte is read.
+
+Quantised tensors that are cut inside are read whole, as their scales may span the cut; experts, which are what is
+quantised in published files, are not.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from torch import Tensor
 from paceline.checkpoint.contract import TargetContract
 from paceline.checkpoint.kimi_names import boundary_names, kimi_slots, kimi_text_slots, mtp_names
 from paceline.checkpoint.names import Slot
-from paceline.checkpoint.weights import Destination, TensorSource, load_strict
+from paceline.checkpoint.weights import Destination, TensorSource, load_part, load_strict
 from paceline.distributed.mesh import TensorGroup
 from paceline.distributed.sharding import sharded_stage, vocabulary_shard
 from paceline.errors import CheckpointError
@@ -62,11 +66,6 @@ class Part:
         """Of what is taken."""
         inner = self.whole[1:] if self.columns is None else (self.columns[1] - self.columns[0], *self.whole[2:])
         return (self.rows[1] - self.rows[0], *inner)
-
-    def cut(self, tensor: Tensor) -> Tensor:
-        """Take it."""
-        taken = tensor[self.rows[0] : self.rows[1]]
-        return taken if self.columns is None else taken[:, self.columns[0] : self.columns[1]]
 
 
 def part_of(slot: Slot, contract: TargetContract, tensor: TensorGroup) -> Part | None:
@@ -133,7 +132,8 @@ class PartialSource:
 
     def load(self, name: str) -> Tensor:
         """The part."""
-        return self._parts[name].cut(self._source.load(name))
+        part = self._parts[name]
+        return load_part(self._source, name, part.rows, part.columns)
 
 
 def load_sharded_stage(

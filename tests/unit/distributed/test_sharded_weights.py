@@ -23,7 +23,9 @@ from tests.tiny_kimi import (
 from tests.unit.distributed.spread import CPU, shared_logits
 from tests.unit.training.processes import run_ranks, values
 
+from paceline.checkpoint.kimi_tensors import open_kimi
 from paceline.checkpoint.target_config import read_target_contract
+from paceline.checkpoint.weights import load_part, open_safetensors
 from paceline.distributed.mesh import TensorGroup
 from paceline.distributed.sharded_weights import PartialSource, folder_digest, load_sharded_stage, load_table
 from paceline.errors import CheckpointError, ConfigError
@@ -124,6 +126,41 @@ def test_a_rank_reads_no_tensor_of_another(folder: Path, monkeypatch: pytest.Mon
     assert {name.split(".")[2] for name in read if ".layers." in name} == {"4", "5", "6", "7"}
     assert {name.split(".experts.")[1].split(".")[0] for name in read if ".experts." in name} == {"2", "3"}
     assert "lm_head.weight" in read and "model.embed_tokens.weight" not in read
+
+
+def test_a_rank_reads_its_part_and_not_a_number_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = k3_tiny_config()
+    tensors = kimi_tensors(kimi_target(config), flat_convolution=True)
+    folder = write_kimi(tmp_path / "target", config, tensors)
+    num_read = 0
+
+    def counted(read: Any) -> Any:
+        def wrapper(self: Any, *arguments: Any) -> Any:
+            nonlocal num_read
+            found = read(self, *arguments)
+            num_read += found.numel()
+            return found
+
+        return wrapper
+
+    kind = type(open_safetensors(folder))
+    monkeypatch.setattr(kind, "_read", counted(kind._read))  # type: ignore[attr-defined]
+    for index in range(2):
+        num_read = 0
+        stage = part(folder, index, layers=(4, 8))
+        assert num_read == sum(one.numel() for one in stage.parameters())
+
+
+def test_parts_of_files_in_other_forms_are_those_of_the_whole(tmp_path: Path) -> None:
+    """Convolutions of three dimensions and padded decay rates among them."""
+    config = k3_tiny_config()
+    tensors = kimi_tensors(kimi_target(config), rates="padded")
+    source = open_kimi(open_safetensors(write_kimi(tmp_path / "target", config, tensors)), kimi_contract(config), None)
+    for name in ("model.layers.1.self_attn.k_conv1d.weight", "model.layers.1.self_attn.A_log", "lm_head.weight"):
+        whole = source.load(name)
+        assert torch.equal(load_part(source, name, (1, 3)), whole[1:3])
+        if whole.dim() == 2:
+            assert torch.equal(load_part(source, name, (1, 3), (2, 4)), whole[1:3, 2:4])
 
 
 @pytest.mark.parametrize("fault", ["missing", "unused", "already cut", "not finite"])
