@@ -1,9 +1,9 @@
 """Attention over the cache, as the models call it. Here, and where rows are written, is where devices differ.
 
 On a CPU each request attends over exactly its own keys: a view of them where its blocks are one run, so that nothing is
-gathered or padded. Padding requests of similar length to one call was tried and costs more than the calls that it
-saves. On a GPU the batch is one masked call over the longest context. In row-invariant arithmetic requests go one by
-one on any device.
+gathered or padded. Padding requests of similar length to one call of torch's was tried and costs more than the calls
+that it saves. Where the arithmetic is native, one call serves the batch (`native_attends.py`). On a GPU the batch is
+one masked call over the longest context. In row-invariant arithmetic requests go one by one on any device.
 
 B requests, T rows per request, Q block rows.
 """
@@ -19,6 +19,7 @@ from torch import Tensor
 from paceline.engine.block_attends import BlockBatched, BlockPerRequest
 from paceline.engine.cache import KeyValueCache
 from paceline.engine.causal_attends import CausalBatched, CausalPerRequest
+from paceline.engine.native_attends import BlockNative, CausalNative, can_attend
 from paceline.models.layers import Attend
 
 
@@ -29,15 +30,18 @@ class AttentionChoice:
     Attributes:
         is_batched: one padded call for all requests; otherwise one exact call per request.
         is_row_invariant: fixed kernel shapes, so that a row's bits are its own; implies one call per request.
+        is_native: one native call for all requests, over their keys where they lie; a row's bits are its own as well.
     """
 
     is_batched: bool
     is_row_invariant: bool
+    is_native: bool = False
 
     @classmethod
-    def for_device(cls, device: torch.device, *, is_row_invariant: bool) -> AttentionChoice:
+    def for_device(cls, device: torch.device, *, is_row_invariant: bool, is_native: bool = False) -> AttentionChoice:
         """Pick the form for a device and an arithmetic."""
-        return cls(is_batched=device.type != "cpu" and not is_row_invariant, is_row_invariant=is_row_invariant)
+        is_batched = device.type != "cpu" and not is_row_invariant
+        return cls(is_batched=is_batched, is_row_invariant=is_row_invariant, is_native=is_native)
 
 
 def write_then_attend(
@@ -69,6 +73,8 @@ def write_then_attend(
         context_starts_B: the same, int64.
     """
 
+    if choice.is_native and can_attend(cache):
+        return CausalNative(cache, slots_B, starts, starts_B, context_starts_B, num_rows, windows)
     if choice.is_batched:
         length = max(starts) + num_rows
         return CausalBatched(cache, slots_B, starts_B, context_starts_B, num_rows, length, windows)
@@ -107,6 +113,8 @@ def attend_block(
         context_starts_B: the same, int64.
     """
 
+    if choice.is_native and can_attend(cache):
+        return BlockNative(cache, slots_B, lengths_B, context_starts_B, max_length, num_rows, windows, causal)
     if choice.is_batched:
         return BlockBatched(cache, slots_B, lengths_B, context_starts_B, max_length, num_rows, windows, causal)
     lengths = [int(length) for length in lengths_B.tolist()]

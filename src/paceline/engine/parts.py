@@ -21,7 +21,7 @@ from paceline.engine.short_list import choose_short_list
 from paceline.engine.slots import SlotState
 from paceline.engine.target_cache import TargetCache
 from paceline.models.drafters.short_list import ShortList
-from paceline.models.layers import Linear
+from paceline.models.layers import GatedMLP, Linear
 from paceline.models.loading import LoadedDrafter, LoadedTarget
 from paceline.models.targets.target import Target
 from paceline.ops.dispatch import implementations
@@ -78,6 +78,7 @@ class EngineParts:
         drafter_cache = self.proposer.cache if self.proposer is not None else None
         choice = self.choice
         form = "row_invariant" if choice.is_row_invariant else "batched" if choice.is_batched else "per_request"
+        form = "native" if choice.is_native else form
         return ComponentStats(
             target_weight_bytes=_weight_bytes(self.target.model, set()),
             drafter_weight_bytes=0 if self.drafter is None else _weight_bytes(self.drafter.model, set(weights)),
@@ -115,7 +116,10 @@ def make_parts(
         CapacityError: the caches do not fit into memory.
     """
     weight, contract = target.model.norm.weight, target.contract
-    choice = AttentionChoice.for_device(weight.device, is_row_invariant=target.linear_mode == "row_invariant")
+    mode = target.linear_mode
+    choice = AttentionChoice.for_device(
+        weight.device, is_row_invariant=mode == "row_invariant", is_native=mode == "native"
+    )
     max_model_len = context_length(target, settings)
     num_draft_tokens = draft_tokens_per_step(drafter, proposer, settings)
     sizes = cache_sizes(
@@ -180,4 +184,9 @@ def _weight_bytes(model: nn.Module | Target, known: set[int]) -> int:
         packed = part.packed if isinstance(part, Linear) and part.weight.data_ptr() not in known else None
         if packed is not None:  # a second copy, in the order that oneDNN reads
             sizes[torch.ops.mkldnn.data_ptr(packed)] = torch.ops.mkldnn._nbytes(packed)
+        native = (
+            part.native if isinstance(part, Linear) else part.native_gate_up if isinstance(part, GatedMLP) else None
+        )
+        if native is not None and native.panels.data_ptr() not in known:
+            sizes[native.panels.data_ptr()] = native.panels.numel() * native.panels.element_size()
     return sum(sizes.values())

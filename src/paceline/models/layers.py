@@ -13,11 +13,14 @@ import torch.nn.functional as functional
 from torch import Tensor, nn
 
 from paceline.models.flat_layer import FlatLayer, flatten, run_flat
+from paceline.models.native_layer import NativeLayer, native_layer, run_native
 from paceline.ops.linear import FILLED_ROWS, can_pack, linear_packed, linear_row_invariant, pack_weight
+from paceline.ops.native import rows as native_rows
+from paceline.ops.native.rows import NativeWeight
 from paceline.ops.rms_norm import MirroredGain, mirror_gain, rms_norm, rms_norm_mirrored
 from paceline.ops.rotary import turn_heads
 
-LinearMode = Literal["plain", "packed", "row_invariant"]
+LinearMode = Literal["plain", "packed", "native", "row_invariant"]
 RotaryRows = tuple[Tensor, Tensor]  # from `ops.rotary.expand_rotary`, for the tokens of one forward pass
 
 
@@ -63,9 +66,12 @@ class Linear(Block):
         self.bias = nn.Parameter(torch.empty(out_size)) if bias else None
         self.mode: LinearMode = "plain"
         self._packed: Tensor | None = None
+        self._native: NativeWeight | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in_size] to [..., out_size]."""
+        if self._native is not None:
+            return native_rows.linear(x, self._native)
         if self.mode == "row_invariant":
             return linear_row_invariant(x, self.weight, self.bias, packed=self._packed)
         if self._packed is not None:
@@ -78,6 +84,11 @@ class Linear(Block):
         return self._packed
 
     @property
+    def native(self) -> NativeWeight | None:
+        """The weight in the form of the native product, where products go through that."""
+        return self._native
+
+    @property
     def is_packed(self) -> bool:
         """Whether products go through oneDNN's packed form."""
         return self._packed is not None
@@ -85,7 +96,14 @@ class Linear(Block):
     def set_mode(self, mode: LinearMode) -> None:
         """Switch the arithmetic; a weight that oneDNN cannot pack stays plain."""
         self.mode = mode
-        self._packed = pack_weight(self.weight) if mode != "plain" and can_pack(self.weight) else None
+        takes_packed = mode in ("packed", "row_invariant") and can_pack(self.weight)
+        self._packed = pack_weight(self.weight) if takes_packed else None
+        takes_native = mode == "native" and native_rows.can_pack(self.weight)
+        self._native = native_rows.pack(self.weight, self.bias) if takes_native else None
+
+    def drop_native(self) -> None:
+        """Go without a native copy: whoever owns this keeps the weight in another order."""
+        self._native = None
 
     def some_outputs(self, ids: Tensor) -> Linear:
         """The product that gives these outputs alone, in the same arithmetic; its weight is a copy.
@@ -146,9 +164,12 @@ class RMSNorm(Block):
         self.eps = eps
         self._mirrored: MirroredGain | None = None
         self._mirrored_to_fill: MirroredGain | None = None
+        self._is_native = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
+        if self._is_native and x.dtype == torch.bfloat16:
+            return native_rows.norm(x, self.weight, eps=self.eps)
         if self._mirrored is None:
             return rms_norm(x, self.weight, eps=self.eps)
         return rms_norm_mirrored(x.unsqueeze(-2), self._mirrored, eps=self.eps).select(-2, 0)
@@ -164,7 +185,8 @@ class RMSNorm(Block):
 
     def set_mode(self, mode: LinearMode) -> None:
         """Prepare for the arithmetic of the products around."""
-        is_prepared = mode != "plain" and self.weight.device.type == "cpu"
+        self._is_native = mode == "native" and native_rows.can_run(self.weight)
+        is_prepared = mode in ("packed", "row_invariant") and self.weight.device.type == "cpu"
         self._mirrored = mirror_gain(self.weight, 2) if is_prepared else None
         fills = mode == "packed" and can_pack(self.weight)
         self._mirrored_to_fill = mirror_gain(self.weight, FILLED_ROWS) if fills else None
@@ -257,9 +279,26 @@ class GatedMLP(Block):
         self.intermediate_size = intermediate_size
         self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=bias)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
+        self._native_gate_up: NativeWeight | None = None
+
+    @property
+    def native_gate_up(self) -> NativeWeight | None:
+        """Both projections for the native product, which multiplies them."""
+        return self._native_gate_up
+
+    def set_mode(self, mode: LinearMode) -> None:
+        """Switch the arithmetic of what lies between the products; they have theirs already."""
+        gate_up = self.gate_up_proj
+        self._native_gate_up = None
+        if mode == "native" and gate_up.native is not None:
+            gate_up.drop_native()
+            self._native_gate_up = native_rows.pack(gate_up.weight, gate_up.bias, is_gated=True)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Map [B, T, D] to [B, T, D]."""
+        if self._native_gate_up is not None:
+            down: Tensor = self.down_proj(native_rows.linear(x_BTD, self._native_gate_up))
+            return down
         gate, up = self.gate_up_proj(x_BTD).split_with_sizes((self.intermediate_size, self.intermediate_size), -1)
         y: Tensor = self.down_proj(functional.silu(gate) * up)
         return y
@@ -299,17 +338,20 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(hidden_size, eps)
         self.mlp = GatedMLP(hidden_size, intermediate_size, bias=mlp_bias)
         self._flat: FlatLayer | None = None
+        self._native: NativeLayer | None = None
 
     def set_mode(self, mode: LinearMode) -> None:
-        """Take the flat form where there is one; the parts have their arithmetic already."""
-        self._flat = None
-        if mode == "packed":
-            self._flat = flatten(self.input_layernorm, self.self_attn, self.post_attention_layernorm, self.mlp)
+        """Take the flat or the native form where there is one; the parts have their arithmetic already."""
+        parts = self.input_layernorm, self.self_attn, self.post_attention_layernorm, self.mlp
+        self._flat = flatten(*parts) if mode == "packed" else None
+        self._native = native_layer(*parts) if mode == "native" else None
 
     def forward(
         self, x_BTD: Tensor, rows: RotaryRows, attend: Attend, layer: int, *, is_neox_style: bool = True
     ) -> Tensor:
         """Return the residual stream after this layer, a new tensor: the one handed in may have been tapped."""
+        if self._native is not None and is_neox_style:
+            return run_native(self._native, x_BTD, rows, attend, layer)
         if self._flat is not None and is_neox_style:
             return run_flat(self._flat, x_BTD, rows, attend, layer)
         filled = self.input_layernorm.filled(x_BTD)

@@ -41,6 +41,8 @@ from paceline.models.layers import LinearMode, set_linear_mode
 from paceline.models.target_weights import fill_target
 from paceline.models.targets.target import Target
 from paceline.ops.linear import can_pack
+from paceline.ops.native.attention import LARGEST_HEAD
+from paceline.ops.native.rows import can_run as can_run_native
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _log = logging.getLogger(__name__)
@@ -106,7 +108,7 @@ def load_target(
         name: folder, `.gguf` file, hub name or alias.
         dtype: "auto", "bfloat16", "float16" or "float32".
         device: "auto", "cpu", "cuda" or "cuda:N".
-        linear_mode: "auto" packs bf16 weights on CPUs that have the instructions.
+        linear_mode: "auto" takes native products of bf16 on CPUs that have the instructions, else packs the weights.
         offline: never touch the network.
     Raises:
         CheckpointError: missing, damaged, incomplete or unsupported files.
@@ -117,23 +119,46 @@ def load_target(
     where = resolve_device(device)
     model = empty_target(contract, resolve_dtype(dtype, where), where)
     fill_target(model, contract, path)
-    mode = resolve_linear_mode(linear_mode, model.norm.weight)
+    mode = resolve_linear_mode(linear_mode, model.norm.weight, contract)
     set_linear_mode(model, mode)
     _log.info("target %s: %s on %s, linear mode %s", contract.name, model.norm.weight.dtype, where, mode)
     return LoadedTarget(model, contract, open_tokenizer(path), mode)
 
 
-def resolve_linear_mode(asked: LinearMode | Literal["auto"], weight: Tensor) -> LinearMode:
-    """The arithmetic that will really run: packed wherever it can be, unless something else was asked for."""
+def resolve_linear_mode(
+    asked: LinearMode | Literal["auto"], weight: Tensor, contract: TargetContract | None = None
+) -> LinearMode:
+    """The arithmetic that will really run: native or packed wherever it can be, unless something else was asked for.
+
+    Args:
+        asked: what the caller wants.
+        weight: one of the model's.
+        contract: of a target that one process holds; None for one that is spread, which has no native form.
+    """
     is_packable = can_pack(weight)
+    if asked == "auto" and _can_be_native(weight, contract):
+        return "native"
     if asked == "auto":
         return "packed" if is_packable else "plain"
+    if asked == "native" and not _can_be_native(weight, contract):
+        raise ConfigError(
+            f"linear mode 'native' was asked for; this target in {weight.dtype} on {weight.device} has no native form",
+            hint="--dtype bfloat16 for a dense target on a Linux CPU with AVX512-bf16 and gcc, or --linear-mode auto",
+        )
     if asked == "packed" and not is_packable:
         raise ConfigError(
             f"linear mode 'packed' was asked for; {weight.dtype} on {weight.device} has no packed product",
             hint="--dtype bfloat16 on a CPU with bf16 instructions, or --linear-mode plain",
         )
     return asked
+
+
+def _can_be_native(weight: Tensor, contract: TargetContract | None) -> bool:
+    """Whether a target's layers and its attention have native forms on this machine."""
+    if contract is None:
+        return False
+    is_dense = contract.kimi is None and contract.head_size % 2 == 0 and contract.head_size <= LARGEST_HEAD
+    return is_dense and can_run_native(weight)
 
 
 def load_drafter(

@@ -34,6 +34,7 @@ from paceline.ops import acceptance, noise
 from paceline.ops.acceptance import VERIFY_METHODS, RowsBehind, VerifyMethod, at_row, is_lossless
 from paceline.ops.dispatch import choose
 from paceline.ops.finalise_block import SOUND, Verdict, fault_of_rows, finalise_block_triton
+from paceline.ops.native import rows as native_rows
 from paceline.ops.sample_tokens import NO_TOKEN, pick_largest
 from paceline.ops.target_distribution import rows_are_greedy
 from paceline.ops.token_rules import MAX_CHUNK_BYTES, request_chunks
@@ -102,7 +103,9 @@ def verify_block(
     """
     _check_shapes(draft_ids_BK, processed_BLV, candidate_ids_BKC, log_q_BKC)
     if all_greedy:
-        best_BL, argmax_ids_BL = processed_BLV.max(dim=-1)
+        # torch looks at one number after the other in 16 bits
+        is_native = native_rows.can_run(processed_BLV)
+        best_BL, argmax_ids_BL = native_rows.largest(processed_BLV) if is_native else processed_BLV.max(dim=-1)
         fault_BL = fault_of_rows(best_BL)
         is_kept_BK = draft_ids_BK.eq(argmax_ids_BL[:, :-1]) & (fault_BL[:, :-1] == SOUND)
         return _stopped_at(acceptance.count_leading(is_kept_BK), argmax_ids_BL, fault_BL)

@@ -23,6 +23,7 @@ from paceline.models.attends import WholeSequence
 from paceline.models.building import initialise_drafter
 from paceline.models.layers import Linear
 from paceline.models.loading import LoadedTarget, load_drafter, load_target, resolve_device
+from paceline.ops.native.rows import can_run
 
 SIZES = {
     "num_hidden_layers": 4,
@@ -146,7 +147,8 @@ def test_a_truncated_file_is_said(folder: Path) -> None:
 
 def test_dtype_device_and_arithmetic(folder: Path) -> None:
     auto = load_target(str(folder), device="cpu")
-    assert auto.linear_mode == "packed", "what a CPU serves with unless told otherwise"
+    is_native = can_run(torch.empty(1, dtype=torch.bfloat16))
+    assert auto.linear_mode == ("native" if is_native else "packed"), "what a CPU serves with unless told otherwise"
     half = load_target(str(folder), dtype="bfloat16", device="cpu", linear_mode="row_invariant")
     assert half.linear_mode == "row_invariant"
     assert {parameter.dtype for parameter in half.model.parameters()} == {torch.bfloat16}
@@ -352,3 +354,13 @@ def test_a_fingerprint_of_format_1_warns_of_what_it_does_not_cover(
     with caplog.at_level(logging.WARNING, logger=loading.__name__):
         load_drafter(str(folder), target)
     assert "format 1" in caplog.text and "RoPE, mask row" in caplog.text and "paceline check" in caplog.text
+
+
+def test_native_arithmetic_is_refused_where_there_is_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="native"):
+        load_target(str(folder), dtype="float32", device="cpu", linear_mode="native")
+    monkeypatch.setattr(loading, "can_run_native", lambda _weight: False)
+    with pytest.raises(ConfigError, match="native"):
+        load_target(str(folder), dtype="bfloat16", device="cpu", linear_mode="native")
+    half = load_target(str(folder), dtype="bfloat16", device="cpu")
+    assert half.linear_mode in ("packed", "plain"), "auto goes without"

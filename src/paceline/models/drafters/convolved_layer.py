@@ -13,6 +13,7 @@ from paceline.models.drafters.backbone import plain_layer
 from paceline.models.drafters.latent import LatentDecoderLayer, latent_layer
 from paceline.models.flat_layer import FlatConvolution, FlatLayer, flatten, run_flat
 from paceline.models.layers import Attend, Block, DecoderLayer, Linear, LinearMode, RotaryRows, SelfAttention
+from paceline.models.native_layer import NativeConvolution, NativeLayer, native_layer, run_native
 from paceline.ops.grouped_convolution import grouped_convolution
 
 
@@ -53,6 +54,13 @@ class GroupedConvolution(Block):
             return None
         return FlatConvolution(projection, self.base_kernel.detach().flatten(0, 1).float())
 
+    def native(self) -> NativeConvolution | None:
+        """The same for native products; None where the projection has none."""
+        projection = self.kernel_projection.native
+        if projection is None:
+            return None
+        return NativeConvolution(projection, self.base_kernel.detach().flatten(0, 1).float())
+
     def _convolve(self, x_BQD: Tensor, side: int, delta_RTG: Tensor, offset_R: Tensor | None) -> Tensor:
         y_RD = grouped_convolution(x_BQD.flatten(0, 1), self.base_kernel[side], delta_RTG, offset_R)
         return y_RD.view(x_BQD.shape)
@@ -80,15 +88,26 @@ class ConvolvedLayer(nn.Module):
         self.attention_conv = GroupedConvolution(hidden_size, settings)
         self.mlp_conv = GroupedConvolution(hidden_size, settings)
         self._flat: FlatLayer | None = None
+        self._native: NativeLayer | None = None
 
     def set_mode(self, mode: LinearMode) -> None:
-        """Take the flat form where there is one; the parts have their arithmetic already."""
+        """Take the flat or the native form where there is one; the parts have their arithmetic already."""
+        self._native = self._native_form() if mode == "native" else None
         self._flat, flat = None, None
         around_attention, around_mlp = self.attention_conv.flat(), self.mlp_conv.flat()
         if mode == "packed" and isinstance(self.self_attn, SelfAttention):
             flat = flatten(self.input_layernorm, self.self_attn, self.post_attention_layernorm, self.mlp)
         if flat is not None and around_attention is not None and around_mlp is not None:
             self._flat = flat._replace(attention_convolution=around_attention, mlp_convolution=around_mlp)
+
+    def _native_form(self) -> NativeLayer | None:
+        around_attention, around_mlp = self.attention_conv.native(), self.mlp_conv.native()
+        if around_attention is None or around_mlp is None or not isinstance(self.self_attn, SelfAttention):
+            return None
+        native = native_layer(self.input_layernorm, self.self_attn, self.post_attention_layernorm, self.mlp)
+        if native is None:
+            return None
+        return native._replace(attention_convolution=around_attention, mlp_convolution=around_mlp)
 
     def forward(
         self,
@@ -112,6 +131,8 @@ class ConvolvedLayer(nn.Module):
         """
         if offset_R is None and x_BTD.shape[0] > 1:
             offset_R = torch.arange(x_BTD.shape[1], device=x_BTD.device).repeat(x_BTD.shape[0])
+        if self._native is not None and is_neox_style:
+            return run_native(self._native, x_BTD, rows, attend, layer, offset_R)
         if self._flat is not None and is_neox_style:
             return run_flat(self._flat, x_BTD, rows, attend, layer, offset_R)
         y, closing_RTG = self.attention_conv.prepare(self.input_layernorm(x_BTD), offset_R)

@@ -1,0 +1,105 @@
+"""The C files of this folder as one library, compiled where they run: once per version of them, kept beside the
+caches of other libraries.
+
+Only where torch's products in bf16 leave most of the processor idle: on x86-64 with AVX512-bf16, under Linux, with gcc
+at hand, whose OpenMP is the one that torch brings, so that both share their threads. Anywhere else `library` is None.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+_FOLDER = Path(__file__).parent
+_SOURCES = ("products.c", "rows.c", "attention.c")
+_HEADERS = ("common.h",)
+_INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16")
+_FLAGS = ("-O3", "-std=c11", "-fPIC", "-shared", "-fopenmp", *(f"-m{name}" for name in _INSTRUCTIONS))
+_COMPILE_LIMIT_S = 120
+_log = logging.getLogger(__name__)
+
+_POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+_ARGUMENTS = {
+    "paceline_product": [
+        *(_POINTER, _SIZE, _POINTER, _POINTER, _POINTER, _FLOAT, _POINTER, _POINTER, _POINTER),
+        *(_SIZE, _SIZE, _SIZE, _INT, _INT),
+    ],
+    "paceline_norm": [_POINTER, _SIZE, _POINTER, _FLOAT, _POINTER, _SIZE, _SIZE, _INT],
+    "paceline_turn_heads": [
+        *(_POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _FLOAT, _INT),
+    ],
+    "paceline_convolve": [
+        *(_POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _INT),
+    ],
+    "paceline_largest": [_POINTER, _SIZE, _POINTER, _POINTER, _SIZE, _SIZE, _INT],
+    "paceline_attend": [_POINTER, _INT],
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled library; None where this machine cannot build or run it. The first call may take seconds."""
+    if not _is_processor_fit():
+        return None
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        _log.info("no gcc: products and attention run through torch, which is slower on this processor")
+        return None
+    try:
+        return _load(_built(compiler))
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
+        _log.warning("the native operations could not be built; torch runs in their place: %s", detail)
+        return None
+
+
+def _is_processor_fit() -> bool:
+    has_bf16 = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    return sys.platform == "linux" and platform.machine() == "x86_64" and has_bf16 is not None and bool(has_bf16())
+
+
+def _built(compiler: str) -> Path:
+    """Path of the library, compiled unless one of the same text lies there."""
+    digest = hashlib.sha256(" ".join((compiler, *_FLAGS)).encode())
+    for name in (*_SOURCES, *_HEADERS):
+        digest.update((_FOLDER / name).read_bytes())
+    for folder in (Path.home() / ".cache" / "paceline", Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}"):
+        path = folder / f"native-{digest.hexdigest()[:24]}.so"
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            is_ours = folder.stat().st_uid == os.getuid() and not folder.stat().st_mode & 0o022
+            if is_ours and (path.is_file() or _compile(compiler, path)):
+                return path
+        except OSError:
+            continue  # such as a home that nobody may write to
+    raise OSError("no folder of ours to keep the library in")
+
+
+def _compile(compiler: str, path: Path) -> bool:
+    _log.info("compiling the native operations, once")
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        made = Path(scratch) / path.name
+        sources = [str(_FOLDER / name) for name in _SOURCES]
+        command = [compiler, *_FLAGS, *sources, "-o", str(made), "-lm"]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S)
+        made.replace(path)  # another process may do the same at the same time: either file will do
+    return True
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(path))
+    for name, arguments in _ARGUMENTS.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = arguments, None
+    return loaded

@@ -1,0 +1,107 @@
+/* Matrix products of few rows with a weight that is read once, from end to end.
+
+   A weight lies in panels of 32 outputs: [N / 32, K / 2, 32, 2], so that a thread reads its panels as one stream and
+   one instruction multiplies a pair of inputs with 16 outputs. Each output is one chain of sums over K, whatever the
+   number of rows: a row's bits are its own. M rows, K inputs, N outputs. */
+#include "common.h"
+
+#define PANEL 32
+#define ROW_TILE 8
+#define AHEAD 2048 /* bytes that are asked for before they are needed: pages end, and hardware stops there */
+
+enum { PLAIN, ADDED, GATED };
+
+typedef struct {
+    const bfloat *x;
+    int64_t x_stride;
+    const bfloat *weight;
+    const float *bias;
+    const bfloat *residual;
+    bfloat *y;
+    int64_t num_rows, width, num_outputs;
+    int32_t kind;
+} Product;
+
+ALWAYS_INLINE void finish(const Product *p, int64_t row, int64_t panel, __m512 low, __m512 high) {
+    int64_t first = panel * PANEL;
+    if (p->bias) {
+        low = _mm512_add_ps(low, _mm512_loadu_ps(p->bias + first));
+        high = _mm512_add_ps(high, _mm512_loadu_ps(p->bias + first + LANES));
+    }
+    if (p->kind == GATED) { /* the panel holds 16 gates, and the 16 values that they let pass */
+        int64_t width = p->num_outputs / 2, at = panel * LANES;
+        __m512 one = _mm512_set1_ps(1.0f);
+        __m512 share = _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), low)));
+        store_narrow(p->y + row * width + at, first_lanes(width - at), _mm512_mul_ps(_mm512_div_ps(low, share), high));
+        return;
+    }
+    int64_t left = p->num_outputs - first;
+    __mmask16 lanes = first_lanes(left), high_lanes = left > LANES ? first_lanes(left - LANES) : 0;
+    int64_t at = row * p->num_outputs + first;
+    if (p->kind == ADDED) {
+        low = _mm512_add_ps(low, load_wide(p->residual + at, lanes));
+        high = _mm512_add_ps(high, load_wide(p->residual + at + LANES, high_lanes));
+    }
+    store_narrow(p->y + at, lanes, low);
+    store_narrow(p->y + at + LANES, high_lanes, high);
+}
+
+ALWAYS_INLINE void multiply(const Product *p, int64_t row, int64_t panel, const int num_rows) {
+    int64_t num_pairs = p->width / 2;
+    const bfloat *weight = p->weight + panel * num_pairs * PANEL * 2;
+    const bfloat *x = p->x + row * p->x_stride;
+    __m512 low[ROW_TILE], high[ROW_TILE];
+#pragma GCC unroll 8
+    for (int r = 0; r < num_rows; r++) low[r] = high[r] = _mm512_setzero_ps();
+    for (int64_t pair = 0; pair < num_pairs; pair++, weight += PANEL * 2) {
+        _mm_prefetch((const char *)weight + AHEAD, _MM_HINT_T0);
+        _mm_prefetch((const char *)weight + AHEAD + 64, _MM_HINT_T0);
+        __m512bh w_low = (__m512bh)_mm512_loadu_si512(weight);
+        __m512bh w_high = (__m512bh)_mm512_loadu_si512(weight + PANEL);
+#pragma GCC unroll 8
+        for (int r = 0; r < num_rows; r++) {
+            int32_t two;
+            memcpy(&two, x + r * p->x_stride + 2 * pair, sizeof two);
+            __m512bh both = (__m512bh)_mm512_set1_epi32(two);
+            low[r] = _mm512_dpbf16_ps(low[r], w_low, both);
+            high[r] = _mm512_dpbf16_ps(high[r], w_high, both);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < num_rows; r++) finish(p, row + r, panel, low[r], high[r]);
+}
+
+static void multiply_panel(const Product *p, int64_t panel) {
+    int64_t row = 0;
+    for (; row + ROW_TILE <= p->num_rows; row += ROW_TILE) multiply(p, row, panel, ROW_TILE);
+    switch (p->num_rows - row) {
+    case 1: multiply(p, row, panel, 1); break;
+    case 2: multiply(p, row, panel, 2); break;
+    case 3: multiply(p, row, panel, 3); break;
+    case 4: multiply(p, row, panel, 4); break;
+    case 5: multiply(p, row, panel, 5); break;
+    case 6: multiply(p, row, panel, 6); break;
+    case 7: multiply(p, row, panel, 7); break;
+    }
+}
+
+/* y = x W^T + b, then nothing, or + residual, or silu(first half) * second half.
+
+   With a gain, rows are normed first, into `normed` [M, K]. `y` is [M, N], or [M, N / 2] where it is gated. */
+void paceline_product(
+    const bfloat *x, int64_t x_stride, const bfloat *weight, const float *bias, const bfloat *gain, float eps,
+    bfloat *normed, const bfloat *residual, bfloat *y, int64_t num_rows, int64_t width, int64_t num_outputs,
+    int32_t kind, int32_t num_threads) {
+    Product p = {x, x_stride, weight, bias, residual, y, num_rows, width, num_outputs, kind};
+    int64_t num_panels = kind == GATED ? (num_outputs / 2 + LANES - 1) / LANES : (num_outputs + PANEL - 1) / PANEL;
+    if (gain) p.x = normed, p.x_stride = width;
+#pragma omp parallel num_threads(num_threads)
+    {
+        if (gain) {
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < num_rows; row++) norm_row(x + row * x_stride, gain, eps, normed + row * width, width);
+        }
+#pragma omp for schedule(static) nowait
+        for (int64_t panel = 0; panel < num_panels; panel++) multiply_panel(&p, panel);
+    }
+}

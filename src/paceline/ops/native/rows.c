@@ -1,0 +1,96 @@
+/* What a layer does to its rows between products: norms, rotary positions, the convolution of draft blocks. */
+#include "common.h"
+
+/* Norms rows of `width`; those of `to` lie one behind the other. */
+void paceline_norm(
+    const bfloat *from, int64_t stride, const bfloat *gain, float eps, bfloat *to, int64_t num_rows, int64_t width,
+    int32_t num_threads) {
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows * width > 16384)
+    for (int64_t row = 0; row < num_rows; row++) norm_row(from + row * stride, gain, eps, to + row * width, width);
+}
+
+/* One head in place: x * cosine + partner(x) * sine over the first `rotated` channels, partners half of them apart. */
+ALWAYS_INLINE void turn(bfloat *head, const bfloat *cosine, const bfloat *sine, int64_t rotated) {
+    int64_t half = rotated / 2;
+    for (int64_t at = 0; at < half; at += LANES) {
+        __mmask16 lanes = first_lanes(half - at);
+        __m512 first = load_wide(head + at, lanes), second = load_wide(head + half + at, lanes);
+        __m512 y = _mm512_mul_ps(second, load_wide(sine + at, lanes));
+        __m512 z = _mm512_mul_ps(first, load_wide(sine + half + at, lanes));
+        y = _mm512_fmadd_ps(first, load_wide(cosine + at, lanes), y);
+        z = _mm512_fmadd_ps(second, load_wide(cosine + half + at, lanes), z);
+        store_narrow(head + at, lanes, y);
+        store_narrow(head + half + at, lanes, z);
+    }
+}
+
+/* Queries and keys of rows [queries, keys, values], in place: each head normed where there are gains, then turned. */
+void paceline_turn_heads(
+    bfloat *rows, int64_t num_rows, int64_t stride, int64_t num_heads, int64_t num_kv_heads, int64_t head_size,
+    const bfloat *cosine, const bfloat *sine, int64_t rotated, const bfloat *q_gain, const bfloat *k_gain, float eps,
+    int32_t num_threads) {
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows > 8)
+    for (int64_t row = 0; row < num_rows; row++) {
+        for (int64_t index = 0; index < num_heads + num_kv_heads; index++) {
+            bfloat *head = rows + row * stride + index * head_size;
+            if (q_gain) norm_row(head, index < num_heads ? q_gain : k_gain, eps, head, head_size);
+            turn(head, cosine + row * rotated, sine + row * rotated, rotated);
+        }
+    }
+}
+
+/* y[r, c] = residual[r, c] + sum over taps t <= offset[r] of (base[t, c] + delta[r, t, c / size]) * x[r - t, c].
+
+   `offset` is each row's index in its own block; none: all rows are one block. Rows of `delta` are `stride` apart. */
+void paceline_convolve(
+    const bfloat *x, const float *base, const bfloat *delta, int64_t stride, const int64_t *offset,
+    const bfloat *residual, bfloat *y, int64_t num_rows, int64_t width, int64_t num_groups, int64_t num_taps,
+    int32_t num_threads) {
+    int64_t size = width / num_groups;
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows > 8)
+    for (int64_t row = 0; row < num_rows; row++) {
+        int64_t reach = offset ? offset[row] : row;
+        int64_t taps = num_taps < reach + 1 ? num_taps : reach + 1;
+        for (int64_t group = 0; group < num_groups; group++) {
+            for (int64_t inside = 0; inside < size; inside += LANES) {
+                int64_t at = group * size + inside;
+                __mmask16 lanes = first_lanes(size - inside);
+                __m512 total = _mm512_setzero_ps();
+                for (int64_t tap = 0; tap < taps; tap++) {
+                    __m512 factor = _mm512_set1_ps(widen_one(delta[row * stride + tap * num_groups + group]));
+                    factor = _mm512_add_ps(factor, _mm512_maskz_loadu_ps(lanes, base + tap * width + at));
+                    total = _mm512_fmadd_ps(factor, load_wide(x + (row - tap) * width + at, lanes), total);
+                }
+                if (residual) total = _mm512_add_ps(total, load_wide(residual + row * width + at, lanes));
+                store_narrow(y + row * width + at, lanes, total);
+            }
+        }
+    }
+}
+
+/* The largest number of each row and the first place where it stands; NaN counts as the largest. */
+void paceline_largest(
+    const bfloat *from, int64_t stride, bfloat *largest, int64_t *index, int64_t num_rows, int64_t width,
+    int32_t num_threads) {
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows > 1)
+    for (int64_t row = 0; row < num_rows; row++) {
+        const bfloat *x = from + row * stride;
+        __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), place = lane, at_best = lane;
+        __m512 best = _mm512_set1_ps(-INFINITY);
+        __mmask16 is_nan = 0;
+        for (int64_t at = 0; at < width; at += LANES) {
+            __mmask16 lanes = first_lanes(width - at);
+            __m512 here = load_wide(x + at, lanes);
+            __mmask16 is_more = _mm512_mask_cmp_ps_mask(lanes, here, best, _CMP_GT_OQ);
+            is_nan |= _mm512_mask_cmp_ps_mask(lanes, here, here, _CMP_UNORD_Q);
+            best = _mm512_mask_mov_ps(best, is_more, here);
+            at_best = _mm512_mask_mov_epi32(at_best, is_more, place);
+            place = _mm512_add_epi32(place, _mm512_set1_epi32(LANES));
+        }
+        __mmask16 is_best = _mm512_cmp_ps_mask(best, _mm512_set1_ps(_mm512_reduce_max_ps(best)), _CMP_EQ_OQ);
+        int64_t first = _mm512_mask_reduce_min_epi32(is_best, at_best);
+        if (is_nan) for (first = 0; (x[first] & 0x7FFF) <= 0x7F80;) first++;
+        index[row] = first;
+        largest[row] = x[first];
+    }
+}

@@ -1,0 +1,75 @@
+"""Engines in native arithmetic: a request has the text of plain decoding alone, whatever its drafts and neighbours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.tiny import Family, loaded, tiny_prompts
+from torch import Tensor
+
+from paceline.checkpoint.contract import DrafterFamily
+from paceline.engine import native_attends
+from paceline.engine.engine import Engine
+from paceline.engine.request import SamplingParameters
+from paceline.engine.settings import EngineSettings
+from paceline.models.loading import LoadedDrafter, LoadedTarget
+from paceline.ops.native.rows import can_run
+
+pytestmark = pytest.mark.skipif(
+    not can_run(torch.empty(1, dtype=torch.bfloat16)), reason="no native operations on this machine"
+)
+
+PROMPTS = tiny_prompts([5, 40, 17, 33, 1])
+
+
+def texts(target: LoadedTarget, drafter: LoadedDrafter | None, *, at_once: int, **settings: Any) -> list[list[int]]:
+    engine = Engine(target, drafter, EngineSettings(max_num_seqs=at_once, max_model_len=128, **settings))
+    sampling = SamplingParameters(max_tokens=24, ignore_eos=True)
+    names = [engine.add_request(prompt, sampling) for prompt in PROMPTS]
+    while engine.has_unfinished():
+        engine.step()
+    found = [list(engine.result(name).token_ids) for name in names]
+    engine.close()
+    return found
+
+
+def parts(family: Family = "llama", drafter_family: DrafterFamily = "dflash") -> tuple[LoadedTarget, LoadedDrafter]:
+    return loaded(family, linear_mode="native", dtype=torch.bfloat16, drafter_family=drafter_family)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("drafter_family", ["dflash", "dflash2", "dspark", "eagle3"])
+def test_drafts_and_neighbours_change_no_id(family: Family, drafter_family: DrafterFamily) -> None:
+    target, drafter = parts(family, drafter_family)
+    alone = texts(target, None, at_once=1)
+    assert texts(target, None, at_once=5) == alone
+    assert texts(target, drafter, at_once=1) == alone
+    assert texts(target, drafter, at_once=5, prefill_chunk_size=16, block_size=16) == alone
+
+
+def test_a_key_too_many_changes_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, drafter = parts()
+    alone = texts(target, None, at_once=1)
+    sound = native_attends.Spans.of
+
+    def one_more(self: native_attends.Spans, window: int | None, *, is_causal: bool) -> tuple[Tensor, Tensor]:
+        lows_BT, highs_BT = sound(self, window, is_causal=is_causal)
+        return lows_BT, torch.minimum(highs_BT + 1, highs_BT.amax(1, keepdim=True))
+
+    monkeypatch.setattr(native_attends.Spans, "of", one_more)
+    assert texts(target, drafter, at_once=5) != alone
+
+
+def test_stats_say_what_runs_and_count_its_weights() -> None:
+    target, drafter = parts()
+    packed = loaded("llama", linear_mode="packed", dtype=torch.bfloat16)
+    engines = [Engine(*each, EngineSettings(max_num_seqs=2)) for each in ((target, drafter), packed)]
+    native_stats, packed_stats = (engine.stats() for engine in engines)
+    assert native_stats.linear_mode == "native" and native_stats.attention == "native"
+    own = sum(parameter.numel() * 2 for parameter in target.model.parameters())
+    assert native_stats.target_weight_bytes > 1.5 * own
+    assert abs(native_stats.target_weight_bytes / packed_stats.target_weight_bytes - 1) < 0.1
+    for engine in engines:
+        engine.close()
