@@ -94,7 +94,7 @@ class _Cursor:
         return values
 
     def _strings(self, count: int) -> list[str]:
-        """What `string` gives, `count` times; a vocabulary has 98,000 of them, and calls are what a loop over it costs."""
+        """What `string` gives, `count` times: a vocabulary has 98,000 of them, and calls cost more than reading."""
         buffer, length, position = self._buffer, len(self._buffer), self.position
         size_at, found = _SIZE.unpack_from, []
         try:
