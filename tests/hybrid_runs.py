@@ -92,7 +92,7 @@ def stepwise_state(target: LoadedTarget, text: Sequence[int]) -> tuple[torch.Ten
 
 def checked(target: LoadedTarget, drafter: LoadedDrafter | None = None, **settings: Any) -> Engine:
     """An engine with blocks of 8 positions that asserts its invariants, free blocks and places full of NaN."""
-    options = {"block_size": 8, "max_model_len": MAX_MODEL_LEN, "check_invariants": True} | settings
+    options = {"block_size": 8, "num_blocks": 120, "max_model_len": MAX_MODEL_LEN, "check_invariants": True} | settings
     return Engine(target, drafter, EngineSettings(**options))
 
 

@@ -21,6 +21,8 @@ class BlockStats:
         num_hit_tokens: of them, found.
         num_resumed_tokens: of these, those of requests that had stepped back.
         num_evictions: cached blocks that were given up for others.
+        num_cached_snapshots: recurrent states that a later request can begin with; 0 where the target has none.
+        num_snapshot_evictions: of those, given up for others.
         num_preemptions: how often a request stepped back for lack of blocks.
         num_consolidations: how often a request's blocks were copied into one run, on a CPU.
         num_fragmented: how often a request's blocks were left in pieces there, which attention then gathers.
@@ -40,6 +42,8 @@ class BlockStats:
     num_hit_tokens: int
     num_resumed_tokens: int
     num_evictions: int
+    num_cached_snapshots: int
+    num_snapshot_evictions: int
     num_preemptions: int
     num_consolidations: int
     num_fragmented: int
@@ -53,7 +57,7 @@ class BlockStats:
     def of(cls, scheduler: Scheduler) -> BlockStats:
         """Ask the scheduler and the pool behind it."""
         blocks = scheduler.blocks
-        pool = blocks.pool
+        pool, states = blocks.pool, blocks.states
         return cls(
             num_blocks=pool.num_blocks - 1,
             num_free_blocks=pool.num_free,
@@ -64,6 +68,8 @@ class BlockStats:
             num_hit_tokens=pool.num_hit_tokens,
             num_resumed_tokens=blocks.num_resumed_tokens,
             num_evictions=pool.num_evictions,
+            num_cached_snapshots=states.pool.num_cached if states is not None else 0,
+            num_snapshot_evictions=states.pool.num_evictions if states is not None else 0,
             num_preemptions=scheduler.num_preemptions,
             num_consolidations=blocks.num_consolidations,
             num_fragmented=blocks.num_fragmented,

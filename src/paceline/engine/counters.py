@@ -24,6 +24,7 @@ class ComponentStats:
         drafter_weight_bytes: parameters of the drafter, tables that it shares with the target left out.
         target_cache_bytes: the target's keys and values, or its latent rows, of all blocks.
         recurrent_state_bytes: the target's recurrent states of all slots, and records of a step; 0 where it has none.
+        snapshot_bytes: recurrent states that are kept for later requests, all of them.
         drafter_cache_bytes: the drafter's context, of all blocks.
         token_rules_bytes: what rules on tokens need; 0 before the first request with any.
         linear_mode: arithmetic of the linears.
@@ -36,6 +37,7 @@ class ComponentStats:
     drafter_weight_bytes: int
     target_cache_bytes: int
     recurrent_state_bytes: int
+    snapshot_bytes: int
     drafter_cache_bytes: int
     token_rules_bytes: int
     linear_mode: LinearMode

@@ -19,6 +19,8 @@ class HeldBlocks:
         num_published: blocks that were offered to the index, those found there included.
         context_start: positions below have no draft context.
         context_end: positions from here on have none, either; None while it is written.
+        snapshot: row of the recurrent state that it begins with, until it has begun; None where it begins with nothing.
+        states: rows of its own with recurrent states of its text, by position, until they are published.
     """
 
     blocks: list[int] = field(default_factory=list)
@@ -28,6 +30,8 @@ class HeldBlocks:
     num_published: int = 0
     context_start: int = 0
     context_end: int | None = None
+    snapshot: int | None = None
+    states: dict[int, int] = field(default_factory=dict)
 
     def begin(self, hit_contexts: list[bool], block_size: int, *, is_drafted: bool) -> None:
         """Start anew with what an admission found cached."""

@@ -31,6 +31,7 @@ from paceline.engine.results import FinishedRequests
 from paceline.engine.running import RunningRequest
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.settings import EngineSettings
+from paceline.engine.slot_states import SlotStates
 from paceline.engine.step import decode_step
 from paceline.engine.step_cost import StepCosts
 from paceline.engine.trial_steps import measure_costs, num_trial_blocks
@@ -61,8 +62,10 @@ class EngineLoop:
         self.parts, self._settings, self._intake = parts, settings, intake
         self._state, self._sizes = parts.state, parts.sizes
         self._in_flight = in_flight = InFlight()
-        is_cached = settings.prefix_cache and parts.recurrent is None  # blocks alone are no place to go on from
-        self._pool = BlockPool(parts.sizes.num_blocks, parts.sizes.block_size, prefix_cache=is_cached)
+        self._pool = BlockPool(parts.sizes.num_blocks, parts.sizes.block_size, prefix_cache=settings.prefix_cache)
+        self._states = SlotStates(
+            parts.recurrent, parts.snapshots, parts.snapshot_sizes, self._pool, fence=lambda: in_flight.last
+        )
         self._checks: LoopChecks | None = None
         asked = settings.check_invariants
         if checks_are_asked_for() if asked is None else asked:
@@ -73,7 +76,7 @@ class EngineLoop:
                 lengths=parts.state.lengths,
                 lookahead=parts.sizes.lookahead,
             )
-            self._checks = LoopChecks(checks)
+            self._checks = LoopChecks(checks, self._states.checks(parts.state.lengths))
         self.blocks = RequestBlocks(
             self._pool,
             parts.tables,
@@ -83,6 +86,7 @@ class EngineLoop:
             wants_runs=parts.state.device.type == "cpu",
             fence=lambda: in_flight.last,
             checks=self._checks,
+            states=self._states.store,
         )
         self.scheduler = Scheduler(
             self.blocks, num_slots=settings.max_num_seqs, max_num_waiting=settings.max_num_waiting
@@ -205,13 +209,15 @@ class EngineLoop:
             request.grammar = self._intake.start_grammar(request.sampling)
             if request.grammar is not None:
                 request.grammar.advance(request.output.token_ids)
-            if self.parts.recurrent is not None:  # its state may have moved on in part, and cannot be set back
+            if self._states.is_recurrent:  # its state may have moved on in part, and cannot be set back
                 self.scheduler.preempt(request)
                 continue
             if request.is_decoding and not request.is_resumed:  # its first token did not arrive
                 request.num_prefilled = request.held.num_hit
             enter_slot(self._state, request)
             restore_slot(self._state, request)
+        self._states.forget_steps()
+        self.blocks.reclaim_states(self.requests.values())
         self.is_mid_step = False
 
     def _make_room(self) -> bool:
@@ -262,8 +268,7 @@ class EngineLoop:
                 continue
             try:
                 enter_slot(self._state, request)
-                if self.parts.recurrent is not None and request.slot is not None:
-                    self.parts.recurrent.begin(request.slot)
+                self._states.begin(request)
             except Exception as error:  # such as no memory for its rules
                 self._passed_on(request, request.fail(error, doing="it could not be given a slot"))
                 continue
@@ -284,7 +289,7 @@ class EngineLoop:
             if request is None:
                 return
             start = request.num_prefilled
-            end = self._pace.chunk_end(start, request.prefill_goal, num_left)
+            end = self._states.chunk_end(request, self._pace.chunk_end(start, request.prefill_goal, num_left))
             if end - start > num_left and num_run > 0:
                 return
             self._prefill_chunk(request, end)
@@ -306,6 +311,7 @@ class EngineLoop:
             self.parts.target.model, proposer, self.parts.cache, self._state, self.parts.choice, chunk
         )
         self.counters.num_prefill_tokens += len(chunk.token_ids)
+        self._states.keep_after_chunk(request, end)
         request.num_prefilled = end
         if output is not None:
             num_drawn = chunk.plan.most if chunk.plan is not None else 0
@@ -332,6 +338,7 @@ class EngineLoop:
             stopper=self.drafting.stopper,
         )
         self._count_pass(requests, batch.rows.num_rows)
+        batch = self._states.keep_in_step(batch, requests, self._in_flight.last)
         output = decode_step(
             self.parts.target.model, self.parts.proposer, self.parts.cache, self._state, self.parts.choice, batch
         )
@@ -379,7 +386,9 @@ class EngineLoop:
         self.counters.total_step_ms += step_ms
         self._pace.observe_step(step_ms)
         for request, step, num_drawn in parts:
+            start = request.num_cached
             delta = request.take_step(step, step_ms)
+            self._states.take_step(launched.number, request, start, step)
             self._deliver(delta)
             self.drafting.observe(request, step)
             request.num_drawn, request.num_waiting = num_drawn, step.num_waiting
@@ -391,6 +400,7 @@ class EngineLoop:
             elif step.fault == NOT_A_NUMBER:
                 request.has_bad_numbers = True  # it ended within its block, but the rows behind may hold anything
             self._finish_with(request, delta)
+        self._states.settle_step(launched.number)
         self.drafting.give_up(launched.requests)
 
     def _retry_without_drafts(self, request: RunningRequest) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from paceline.engine.invariants import CheckedRequest, InvariantChecks
 from paceline.engine.running import RunningRequest
+from paceline.engine.state_checks import StateChecks
 
 
 class LoopChecks:
@@ -13,10 +14,11 @@ class LoopChecks:
 
     Args:
         checks: raises where something does not hold.
+        states: the same for recurrent states; None where the target has none.
     """
 
-    def __init__(self, checks: InvariantChecks) -> None:
-        self._checks = checks
+    def __init__(self, checks: InvariantChecks, states: StateChecks | None = None) -> None:
+        self._checks, self._states = checks, states
 
     def on_admission(self, request: RunningRequest, slot: int) -> None:
         """A request's blocks were set, in a slot that it has or is about to get."""
@@ -30,12 +32,18 @@ class LoopChecks:
             running: every request in a slot.
             num_rows: of those that take part, by request id.
         """
+        running = list(running)
         held = [_checked(request, request.slot, num_rows.get(request.request_id, 0)) for request in running]
         self._checks.before_step(number, held)
+        if self._states is not None:
+            self._states.before_pass(running)
 
     def after_pass(self, number: int, running: Iterable[RunningRequest]) -> None:
         """A pass was taken in."""
+        running = list(running)
         self._checks.after_step(number, [_checked(request, request.slot) for request in running])
+        if self._states is not None:
+            self._states.after_pass(running)
 
     def on_publish(self, request: RunningRequest, index: int) -> None:
         """A block of a request is about to be published."""

@@ -15,8 +15,16 @@ from paceline.engine.counters import ComponentStats
 from paceline.engine.hybrid_cache import HybridCache
 from paceline.engine.make_proposer import make_proposer, spare_positions_of
 from paceline.engine.proposal import Proposer
-from paceline.engine.recurrent_state import RecurrentState
-from paceline.engine.settings import CacheSizes, EngineSettings, cache_sizes, context_length, draft_tokens_per_step
+from paceline.engine.recurrent_state import RecurrentState, StateRows
+from paceline.engine.settings import (
+    CacheSizes,
+    EngineSettings,
+    SnapshotSizes,
+    cache_sizes,
+    context_length,
+    draft_tokens_per_step,
+    snapshot_sizes,
+)
 from paceline.engine.short_list import choose_short_list
 from paceline.engine.slots import SlotState
 from paceline.engine.target_cache import TargetCache
@@ -43,6 +51,8 @@ class EngineParts:
         cache: what the target keeps.
         planes: all caches as one.
         state: of the slots.
+        snapshot_sizes: how many recurrent states may be kept for later requests, and where.
+        snapshots: room for them; None where the target has none, or prefixes are not cached.
     """
 
     target: LoadedTarget
@@ -56,6 +66,8 @@ class EngineParts:
     cache: TargetCache
     planes: BlockPlanes
     state: SlotState
+    snapshot_sizes: SnapshotSizes
+    snapshots: StateRows | None = None
 
     @property
     def recurrent(self) -> RecurrentState | None:
@@ -83,6 +95,7 @@ class EngineParts:
             target_weight_bytes=_weight_bytes(self.target.model, set()),
             drafter_weight_bytes=0 if self.drafter is None else _weight_bytes(self.drafter.model, set(weights)),
             target_cache_bytes=self.cache.num_bytes,
+            snapshot_bytes=self.snapshots.num_bytes if self.snapshots is not None else 0,
             recurrent_state_bytes=self.recurrent.num_bytes if self.recurrent is not None else 0,
             drafter_cache_bytes=drafter_cache.num_bytes if drafter_cache is not None else 0,
             token_rules_bytes=self.state.tokens.num_bytes,
@@ -97,6 +110,7 @@ class EngineParts:
         self.planes.release()
         if self.recurrent is not None:
             self.recurrent.release()
+        self.snapshots = None
         self.proposer = None
 
 
@@ -153,8 +167,25 @@ def make_parts(
     )
     in_blocks = cache.latents if isinstance(cache, HybridCache) else cache
     planes = BlockPlanes([in_blocks] if drafter_cache is None else [in_blocks, drafter_cache])
+    kept = snapshot_sizes(settings, sizes.block_size)
+    snapshots: StateRows | None = None
+    delta = contract.kimi.delta if contract.kimi is not None else None
+    if delta is not None and settings.prefix_cache:
+        snapshots = StateRows.allocate(delta, kept.num_snapshots, dtype=weight.dtype, device=weight.device)
     return EngineParts(
-        target, drafter, proposer, short_list, choice, max_model_len, sizes, tables, cache, planes, state
+        target,
+        drafter,
+        proposer,
+        short_list,
+        choice,
+        max_model_len,
+        sizes,
+        tables,
+        cache,
+        planes,
+        state,
+        kept,
+        snapshots,
     )
 
 

@@ -77,6 +77,10 @@ class StateRows(NamedTuple):
         """Whether a place still holds nothing but NaN; waits for the device."""
         return all(bool(part[:, place].isnan().all()) for part in self)
 
+    def is_finite(self, place: int) -> bool:
+        """Whether there is neither NaN nor infinity in a place; waits for the device."""
+        return all(bool(part[:, place].isfinite().all()) for part in self)
+
     def checksum(self, place: int) -> bytes:
         """A digest of a place, for debug mode and tests."""
         digest = hashlib.blake2b(digest_size=16)
@@ -90,13 +94,13 @@ class StateCopies(NamedTuple):
 
     Attributes:
         rows: the store that the copies go to.
-        places: (index in the batch, slot, row) of those requests.
+        places: slot and row of those requests.
         rows_B: int64, the same rows; -1 for all other requests.
         block_size: distance of the boundaries.
     """
 
     rows: StateRows
-    places: tuple[tuple[int, int, int], ...]
+    places: tuple[tuple[int, int], ...]
     rows_B: Tensor
     block_size: int
 
@@ -184,7 +188,7 @@ class RecurrentState:
         """
         states, records = self.rows, self.records(slots_B.shape[0], num_rows)
         if copies is not None:
-            for _, slot, row in copies.places:
+            for slot, row in copies.places:
                 copies.rows.copy_from(states, slot, to=row)
             starts_B = self.ends_S[slots_B]
             boundary_B = (starts_B + counts_B) // copies.block_size * copies.block_size

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.engine.blocks import BlockPool
 from paceline.engine.prefix_chain import PrefixChain, PrefixIdentity
 from paceline.engine.running import RunningRequest
+from paceline.engine.snapshots import SnapshotHit, SnapshotPool
 
 _LEAST_FREE_SHARE = 0.25  # of the pool: with less, requests go on sharing blocks, as a run of one's own takes more
 
@@ -70,6 +72,21 @@ class BlockChecks(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class StateStore:
+    """The recurrent states that are kept for later requests, where a target has any.
+
+    Attributes:
+        pool: who holds which row.
+        spacing: positions between two that a long text keeps for good.
+        is_finite: whether there is neither NaN nor infinity in a row; waits for the device.
+    """
+
+    pool: SnapshotPool
+    spacing: int
+    is_finite: Callable[[int], bool]
+
+
 class RequestBlocks:
     """Keeps requests in blocks of a pool.
 
@@ -82,6 +99,7 @@ class RequestBlocks:
         wants_runs: whether neighbours are worth a copy.
         fence: the last step launched so far.
         checks: told what becomes of blocks; None outside debug mode.
+        states: where hits have to end; None where they may end behind any block.
 
     Attributes:
         num_consolidations: how often a request's blocks were copied into one run.
@@ -100,8 +118,9 @@ class RequestBlocks:
         wants_runs: bool,
         fence: Callable[[], int],
         checks: BlockChecks | None = None,
+        states: StateStore | None = None,
     ) -> None:
-        self.pool = pool
+        self.pool, self.states = pool, states
         self._tables, self._planes, self._checks = tables, planes, checks
         self._lookahead, self._identity, self._wants_runs, self._fence = lookahead, identity, wants_runs, fence
         self.num_consolidations = self.num_fragmented = self.num_resumed_tokens = 0
@@ -127,12 +146,17 @@ class RequestBlocks:
             held.chain = PrefixChain(self._identity_of(request), pool.block_size)
         most_tokens = request.prefill_goal - 1  # one row has to be run, for its logits or to draft behind
         hit = pool.match(held.chain, text, most_tokens=most_tokens)
+        start = None if self.states is None else self.states.pool.match(hit)
+        if self.states is not None:
+            hit = [] if start is None else hit[: start.num_blocks]
         blocks = [cached.block for cached in hit]
         contexts = [cached.has_draft_context for cached in hit]
         pool.take(blocks)
+        self._take_state(request, start)
         placed = self._place(blocks, needed, self._most_blocks(request))
         if placed is None:
             pool.put_back(blocks)
+            self._drop_states(request)
             return False
         held.begin(contexts, pool.block_size, is_drafted=request.is_drafted)
         held.blocks, request.num_prefilled = blocks, held.num_hit
@@ -147,6 +171,21 @@ class RequestBlocks:
         if request.is_resumed:
             self.num_resumed_tokens += held.num_hit
         return True
+
+    def _take_state(self, request: RunningRequest, start: SnapshotHit | None) -> None:
+        """Keep the state that a request is to begin with from being given up for another."""
+        if self.states is not None and start is not None:
+            self.states.pool.take(start.row)
+            request.held.snapshot = start.row
+
+    def _drop_states(self, request: RunningRequest) -> None:
+        """A request gives back every row that it holds."""
+        held = request.held
+        if self.states is not None:
+            for row in (held.snapshot, *held.states.values()):
+                if row is not None:
+                    self.states.pool.free(row, fence=self._fence())
+        held.snapshot, held.states = None, {}
 
     def _identity_of(self, request: RunningRequest) -> PrefixIdentity:
         base = self._identity
@@ -253,9 +292,13 @@ class RequestBlocks:
     def publish_if_sound(self, request: RunningRequest) -> None:
         """Publish what a prompt pass wrote that has not come to its end: nobody has seen logits behind it yet."""
         num_full = request.num_prefilled // self.pool.block_size
-        fresh = request.held.blocks[request.held.num_published : num_full]
-        if fresh and self._planes.are_finite(fresh):
-            self._offer(request, num_full)
+        held, states = request.held, self.states
+        fresh = held.blocks[held.num_published : num_full]
+        if not fresh or not self._planes.are_finite(fresh):
+            return
+        if states is not None and not all(states.is_finite(row) for row in held.states.values()):
+            return
+        self._offer(request, num_full)
 
     def _offer(self, request: RunningRequest, num_full: int) -> None:
         held, pool = request.held, self.pool
@@ -276,6 +319,22 @@ class RequestBlocks:
                     has_draft_context=held.has_draft_context(index, size),
                 )
         held.num_published = max(held.num_published, num_full)
+        self._publish_states(request)
+
+    def _publish_states(self, request: RunningRequest, *, is_leaving: bool = False) -> None:
+        """Let later requests begin where a request's states were kept, once the blocks before are published.
+
+        Behind its prompt, a request keeps only the latest to itself until it leaves: it is the place from which its
+        answer would be gone on with, and the next one soon takes its place.
+        """
+        held, states, size = request.held, self.states, self.pool.block_size
+        if states is None:
+            return
+        for position in sorted(held.states):
+            is_lasting = is_leaving or position <= request.prefill_goal or position % states.spacing == 0
+            if is_lasting and position <= held.num_published * size:
+                row = held.states.pop(position)
+                states.pool.publish(row, held.blocks[position // size - 1], fence=self._fence())
 
     # The end
 
@@ -289,6 +348,9 @@ class RequestBlocks:
         """
         if request.slot is not None:
             self._tables.clear(request.slot)
+        if not is_spoiled:
+            self._publish_states(request, is_leaving=True)
+        self._drop_states(request)
         blocks, request.held.blocks = request.held.blocks, []
         if is_spoiled:
             bad = [block for block in blocks if not self.pool.is_hashed(block)]
@@ -312,6 +374,17 @@ class RequestBlocks:
             num_lost = self.pool.references(block) - wanted[block]
             if num_lost > 0:
                 self._free([block] * num_lost)
+
+    def reclaim_states(self, requests: Iterable[RunningRequest]) -> None:
+        """After an interruption that everybody stepped back from: nobody holds a row.
+
+        Args:
+            requests: all that have not ended.
+        """
+        for request in requests:
+            request.held.snapshot, request.held.states = None, {}
+        if self.states is not None:
+            self.states.pool.reclaim(fence=self._fence())
 
 
 def is_one_run(blocks: Sequence[int]) -> bool:

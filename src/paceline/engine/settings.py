@@ -16,6 +16,8 @@ from paceline.models.loading import LoadedDrafter, LoadedTarget
 from paceline.ops.acceptance import VERIFY_METHODS, VerifyMethod
 
 DEFAULT_MAX_MODEL_LEN = 2048
+_SNAPSHOTS_PER_SLOT = 8  # a decoding request holds two of its own
+_SNAPSHOT_SPACING = 1024  # positions, where blocks allow it
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,10 @@ class EngineSettings:
         num_blocks: blocks of every cache, the one for padding included; None is what `max_num_seqs` full contexts
             need. With fewer, requests wait for room, and the latest may have to step back for the others.
         prefix_cache: keep the keys of texts that ended, target's and drafter's alike, for requests that begin the same.
+        num_snapshots: recurrent states that are kept at block boundaries, where the target has any and prefixes are
+            cached: a request can begin behind a cached text where its state was kept. None is 8 per slot.
+        snapshot_spacing: in long texts there is one at each multiple of so many positions, besides those at the ends
+            of prompts and answers; a multiple of the block size. None is 1024, or a block that is larger.
         max_num_waiting: requests that may wait beyond those for which slots are free; None sets no limit.
         max_itl_ms: how long prompt chunks may keep decoding requests waiting for their next tokens, their own step
             included; a chunk is then shorter than `prefill_chunk_size`, but a block at least. None sets no limit.
@@ -64,13 +70,16 @@ class EngineSettings:
     block_size: int | None = None
     num_blocks: int | None = None
     prefix_cache: bool = True
+    num_snapshots: int | None = None
+    snapshot_spacing: int | None = None
     max_num_waiting: int | None = None
     max_itl_ms: float | None = None
     check_invariants: bool | None = None
     canary: CanaryMode = "off"
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_model_len", "num_draft_tokens", "prefill_chunk_size", "block_size"):
+        sizes = ("max_num_seqs", "max_model_len", "num_draft_tokens", "prefill_chunk_size", "block_size")
+        for name in (*sizes, "num_snapshots", "snapshot_spacing"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it has to be at least 1")
@@ -162,6 +171,38 @@ def cache_sizes(
             hint=f"num_blocks={max_blocks + 1} or more, or a smaller max_model_len",
         )
     return CacheSizes(block_size, lookahead, max_blocks, num_blocks)
+
+
+@dataclass(frozen=True)
+class SnapshotSizes:
+    """Where recurrent states are kept for later requests.
+
+    Attributes:
+        num_snapshots: how many at most.
+        spacing: positions between two of a long text.
+    """
+
+    num_snapshots: int
+    spacing: int
+
+
+def snapshot_sizes(settings: EngineSettings, block_size: int) -> SnapshotSizes:
+    """How many states to keep, and where.
+
+    Args:
+        settings: what was asked for.
+        block_size: positions per block.
+
+    Raises:
+        ConfigError: they would lie where no hit can end.
+    """
+    spacing = settings.snapshot_spacing or -(-_SNAPSHOT_SPACING // block_size) * block_size
+    if spacing % block_size:
+        raise ConfigError(
+            f"snapshot_spacing is {spacing}; blocks have {block_size} positions, and a hit ends with a block",
+            hint=f"snapshot_spacing={-(-spacing // block_size) * block_size}",
+        )
+    return SnapshotSizes(settings.num_snapshots or _SNAPSHOTS_PER_SLOT * settings.max_num_seqs, spacing)
 
 
 def draft_tokens_per_step(drafter: LoadedDrafter | None, proposer: Proposer | None, settings: EngineSettings) -> int:

@@ -76,6 +76,7 @@ class SnapshotPool:
         self._texts: list[CachedText | None] = [None] * num_snapshots
         self._owners = [0] * num_snapshots
         self._uses = [0] * num_snapshots
+        self._num_given = [0] * num_snapshots
         self._ranks = [(0, 0)] * num_snapshots  # (rank, last use)
         self._fences = [0] * num_snapshots
         self._waiting: list[tuple[int, int]] = []  # (fence, row)
@@ -93,12 +94,22 @@ class SnapshotPool:
         idle = sum(text is not None and self._is_idle(row) for row, text in enumerate(self._texts))
         return len(self._free) + idle
 
+    def published_rows(self) -> dict[int, CachedText]:
+        """Rows that a hit can start from, and the texts before them."""
+        return {row: text for row, text in enumerate(self._texts) if text is not None}
+
+    def free_rows(self) -> dict[int, int]:
+        """Rows that hold nothing and that no step may still touch, with how often each was given away before."""
+        return {row: self._num_given[row] for row in self._free}
+
     def allocate(self) -> int | None:
         """A row of one's own, to be written to; None if each is in use or behind a fence."""
+        self.retire(self._pool.retired)
         if not self._free and not self._evict_one():
             return None
         row = self._free.pop()
         self._owners[row] = 1
+        self._num_given[row] += 1
         return row
 
     def publish(self, row: int, block: int, *, fence: int = 0) -> bool:
@@ -164,6 +175,18 @@ class SnapshotPool:
             if self._fences[row] == fence:
                 self._fences[row] = 0
                 self._settle(row)
+
+    def reclaim(self, *, fence: int) -> None:
+        """After an interruption: nobody holds a row any more, and those that are not published are free.
+
+        Args:
+            fence: the last step that was launched.
+        """
+        self._owners = [0] * self.num_snapshots
+        self._free, self._waiting = [], []
+        for row in reversed(range(self.num_snapshots)):
+            self._fences[row] = max(self._fences[row], fence)
+            self._settle(row)
 
     def _is_idle(self, row: int) -> bool:
         return self._owners[row] == 0 and self._fences[row] <= self._retired

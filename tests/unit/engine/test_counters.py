@@ -41,6 +41,8 @@ def test_a_snapshot_speaks_of_the_drafts_that_are_planned() -> None:
         target_weight_bytes=1,
         drafter_weight_bytes=2,
         target_cache_bytes=3,
+        recurrent_state_bytes=6,
+        snapshot_bytes=7,
         drafter_cache_bytes=4,
         token_rules_bytes=5,
         linear_mode="plain",

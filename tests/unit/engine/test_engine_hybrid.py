@@ -93,7 +93,7 @@ def commit_a_row_too_many(patch: pytest.MonkeyPatch) -> None:
 
 def commit_a_row_too_few(patch: pytest.MonkeyPatch) -> None:
     """The anchor is left out."""
-    commit_changed(patch, lambda counts, _: counts - 1)
+    commit_changed(patch, lambda counts, _: (counts - 1).clamp(min=0))
 
 
 def commit_every_row(patch: pytest.MonkeyPatch) -> None:
