@@ -143,6 +143,24 @@ def generate(
     linear_mode: options.LinearMode = None,
     threads: options.Threads = None,
     offline: options.Offline = False,
+    tensor_parallel_size: Annotated[
+        int | None,
+        typer.Option(
+            "--tensor-parallel-size",
+            "--tp",
+            help="Processes that share each layer of a Kimi target; under torchrun.",
+            rich_help_panel=options.MODELS,
+        ),
+    ] = None,
+    pipeline_parallel_size: Annotated[
+        int | None,
+        typer.Option(
+            "--pipeline-parallel-size",
+            "--pp",
+            help="Stages of a Kimi target's layers; under torchrun.",
+            rich_help_panel=options.MODELS,
+        ),
+    ] = None,
     compare: Annotated[
         bool,
         typer.Option(
@@ -225,14 +243,24 @@ def generate(
             "linear_mode": linear_mode,
             "threads": threads,
             "offline": options.given(offline),
+            "tensor_parallel_size": tensor_parallel_size,
+            "pipeline_parallel_size": pipeline_parallel_size,
             "compare": options.given(compare),
             "trace": trace,
             "trace_file": trace_file,
         },
     )
+    is_spread = run.tensor_parallel_size * run.pipeline_parallel_size > 1
+    if is_spread and (STDIN in (prompt or []) or not (prompt or prompt_file)):
+        raise ConfigError("several processes cannot share stdin", hint="--prompt TEXT or --prompt-file FILE")
     prompts = gather_prompts(prompt or [], prompt_file)
     if dry_run:
         options.show_settings(run, as_json=as_json, extra={"num_prompts": len(prompts)})
+        return
+    if is_spread:
+        from paceline.cli.generate_ranks import generate_over_ranks
+
+        generate_over_ranks(run, prompts, environment, session, as_json=as_json)
         return
     from paceline.cli.generate_report import View
     from paceline.cli.running import load_models

@@ -140,6 +140,15 @@ class GenerateRun(ModelRun):
     structure_begins_after: Annotated[StopText | None, OrNone] = Field(
         None, description="text after which the structure begins, such as the end of a reasoning part"
     )
+    tensor_parallel_size: Count = Field(
+        1, description="processes of torchrun that share each layer of a Kimi target: its heads, experts and ids"
+    )
+    pipeline_parallel_size: Count = Field(
+        1, description="stages that a Kimi target's layers are cut into, each with processes of its own"
+    )
+    pipeline_cuts: tuple[Count, ...] = Field(
+        (), description="first layer of every stage but the first; none given cuts evenly"
+    )
     compare: Flag = Field(False, description="run plain decoding beside it and say whether the ids are identical")
     trace: Annotated[Flag | None, OrNone] = Field(
         None, description="show accepted, refused and bonus tokens; unset shows them on a terminal"
@@ -166,6 +175,15 @@ class GenerateRun(ModelRun):
             raise ValueError(
                 f"structure_begins_after is {self.structure_begins_after!r} but nothing says what follows it; "
                 "give json_schema, json_object, regex, choice or grammar"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _cuts_make_the_stages(self) -> Self:
+        if self.pipeline_cuts and len(self.pipeline_cuts) != self.pipeline_parallel_size - 1:
+            raise ValueError(
+                f"pipeline_cuts has {len(self.pipeline_cuts)} cuts; pipeline_parallel_size "
+                f"{self.pipeline_parallel_size} takes {self.pipeline_parallel_size - 1}"
             )
         return self
 

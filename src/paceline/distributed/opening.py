@@ -126,8 +126,8 @@ def open_target(world: World, settings: DecodeSettings) -> OpenTarget:
         world: all ranks.
         settings: the same on all of them.
     Raises:
-        CompatibilityError: ranks disagree, on every rank and before a weight is read; or target, drafter and taps do
-            not fit each other.
+        DisagreementError: ranks were not started alike; on every rank, and before a weight is read.
+        CompatibilityError: target, drafter and taps do not fit each other.
         ConfigError: the target cannot be cut or shared out like that, or not by so many processes.
         CheckpointError: a file is missing, damaged or incomplete.
         OtherRankFailedError: another rank failed; it raises its own error.

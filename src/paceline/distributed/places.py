@@ -16,6 +16,9 @@ from paceline.checkpoint.contract import TargetContract
 from paceline.engine.sampling import SamplingParameters
 from paceline.errors import RequestError
 from paceline.ops.sample_tokens import NO_TOKEN
+from paceline.trace.acceptance import AcceptanceSummary
+
+Step = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -46,21 +49,18 @@ class DecodeResult:
     Attributes:
         token_ids: generated; a stop token is the last of them.
         finish_reason: "error" where the target's numbers gave no token.
-        num_steps: passes that judged a block or a lone anchor.
-        num_drafted: drafts that were judged.
-        num_accepted: those of them that were kept.
+        steps: of each pass that judged a block or a lone anchor: drafts, those delivered, those kept before a stop or
+            the budget cut them, tokens delivered.
     """
 
     token_ids: tuple[int, ...]
     finish_reason: Literal["stop", "length", "error"]
-    num_steps: int
-    num_drafted: int
-    num_accepted: int
+    steps: tuple[Step, ...]
 
     @property
-    def acceptance_length(self) -> float:
-        """Tokens per step, the target's own included."""
-        return 1 + self.num_accepted / self.num_steps if self.num_steps else 0.0
+    def acceptance(self) -> AcceptanceSummary:
+        """Of its own steps."""
+        return AcceptanceSummary.from_counts(self.steps)
 
 
 @dataclass
@@ -74,6 +74,7 @@ class Place:
         num_run: tokens of it that were run and count.
         drafts: for the positions behind the anchor.
         rows: of the pass at hand.
+        steps: so far.
     """
 
     index: int
@@ -82,9 +83,7 @@ class Place:
     num_run: int = 0
     drafts: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
-    num_steps: int = 0
-    num_drafted: int = 0
-    num_accepted: int = 0
+    steps: list[Step] = field(default_factory=list)
 
     @property
     def num_left(self) -> int:
@@ -171,8 +170,6 @@ class Places:
         drafts = place.rows[1:]
         accepted = next((at for at, draft in enumerate(drafts) if draft != own_ids[at]), len(drafts))
         new = [*drafts[:accepted], own_ids[accepted]]
-        place.num_steps, place.num_drafted = place.num_steps + 1, place.num_drafted + len(drafts)
-        place.num_accepted += accepted
         place.num_run += accepted + 1
         place.drafts = []
         reason: Literal["stop", "length", "error"] | None = None
@@ -182,16 +179,12 @@ class Places:
         if stop is not None and not place.request.ignore_eos:
             new, reason = new[: stop + 1], "stop"
         place.text += new
+        place.steps.append((len(drafts), min(accepted, len(new)), accepted, len(new)))
         if reason is None and place.num_left == 0:
             reason = "length"
         if reason is not None:
-            self._results[place.index] = DecodeResult(
-                tuple(place.text[len(place.request.prompt_ids) :]),
-                reason,
-                place.num_steps,
-                place.num_drafted,
-                place.num_accepted,
-            )
+            answer = tuple(place.text[len(place.request.prompt_ids) :])
+            self._results[place.index] = DecodeResult(answer, reason, tuple(place.steps))
             self.running[number] = None
         return accepted + 1
 

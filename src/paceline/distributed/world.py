@@ -33,6 +33,10 @@ class OtherRankFailedError(PacelineError):
         self.exit_code = exit_code
 
 
+class DisagreementError(CompatibilityError):
+    """The ranks were not started alike; every one of them says so."""
+
+
 @dataclass(frozen=True)
 class World:
     """This process among all of its run.
@@ -69,7 +73,8 @@ class World:
         Args:
             act: talks to no other rank.
         Raises:
-            OtherRankFailedError: this rank did not fail. Those that did raise their own errors.
+            OtherRankFailedError: this rank did not fail, or of nothing else than an earlier one. Those that did raise
+                their own errors.
         """
         failure: Exception | None = None
         result: list[T] = []
@@ -79,12 +84,12 @@ class World:
             failure = error
         told = None if failure is None else (getattr(failure, "exit_code", EXIT_FAILED), str(failure))
         failures = [(rank, one) for rank, one in enumerate(self.gathered(told)) if one is not None]
-        if failure is not None:
+        if not failures:
+            return result[0]
+        rank, (exit_code, message) = failures[0]
+        if failure is not None and (rank == self.rank or str(failure) != message):
             raise failure
-        if failures:
-            rank, (exit_code, message) = failures[0]
-            raise OtherRankFailedError(rank, exit_code, message)
-        return result[0]
+        raise OtherRankFailedError(rank, exit_code, message)
 
     def agree(self, make_facts: Callable[[], Mapping[str, str]]) -> None:
         """Refuse to go on unless every rank was started with the same; a collective call.
@@ -92,7 +97,7 @@ class World:
         Args:
             make_facts: what must be alike, by the name that an error gives it; may fail, as in `together`.
         Raises:
-            CompatibilityError: on every rank; names what differs, and who has what.
+            DisagreementError: on every rank; names what differs, and who has what.
         """
         everyone = self.gathered(dict(self.together(make_facts)))
         names = list(dict.fromkeys(name for facts in everyone for name in facts))
@@ -102,7 +107,7 @@ class World:
             if len({facts.get(name) for facts in everyone}) > 1
         ]
         if lines:
-            raise CompatibilityError(
+            raise DisagreementError(
                 f"the {self.size} processes were not started alike; they disagree on " + "; ".join(lines),
                 hint="the same files and the same arguments on every machine",
             )

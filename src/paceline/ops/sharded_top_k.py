@@ -260,9 +260,9 @@ def _gathered(packed_RP: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if group is None:
         return packed_RP.unsqueeze(0)
     num_ranks = dist.get_world_size(group)
-    gathered = packed_RP.new_empty((num_ranks * packed_RP.shape[0], packed_RP.shape[1]))
-    dist.all_gather_into_tensor(gathered, packed_RP.contiguous(), group=group)
-    return gathered.view(num_ranks, *packed_RP.shape)
+    gathered_NRP = packed_RP.new_empty((num_ranks, *packed_RP.shape))
+    dist.all_gather(list(gathered_NRP.unbind(0)), packed_RP.contiguous(), group=group)
+    return gathered_NRP
 
 
 def _log_partition(scores_RX: Tensor, shard: VocabularyShard, transform: LogitTransform) -> Tensor:

@@ -127,8 +127,8 @@ def decode(world: World, folder: Path, case: Case) -> dict[str, Any]:
         return {"error": type(error).__name__, "told": str(error)}
     return {
         "tokens": [one.token_ids for one in found],
-        "accepted": [one.num_accepted for one in found],
-        "drafted": [one.num_drafted for one in found],
+        "accepted": [one.acceptance.num_accepted for one in found],
+        "drafted": [one.acceptance.num_draft_tokens for one in found],
     }
 
 

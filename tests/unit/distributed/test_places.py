@@ -86,8 +86,8 @@ def test_right_drafts_are_counted() -> None:
         return text[-3:]
 
     (found,) = run([DecodeRequest((5,), max_tokens=9)], draft=right)
-    assert (found.num_steps, found.num_drafted, found.num_accepted) == (3, 6, 6)
-    assert found.acceptance_length == 3.0
+    assert found.steps == ((0, 0, 0, 1), (3, 3, 3, 4), (3, 3, 3, 4))
+    assert (found.acceptance.num_steps, found.acceptance.acceptance_length) == (2, 4.0)
 
 
 def test_a_stop_token_ends_a_request_within_a_block() -> None:
@@ -95,6 +95,7 @@ def test_a_stop_token_ends_a_request_within_a_block() -> None:
     stopping = lambda text: 2 if len(text) == 7 else after(text)  # noqa: E731
     (found,) = run([request], draft=lambda place: [after(place.text), 9, 9], follows=stopping)
     assert found.finish_reason == "stop" and len(found.token_ids) == 6 and found.token_ids[-1] == 2
+    assert sum(step[3] for step in found.steps) == 6 and all(step[1] <= step[2] <= step[0] for step in found.steps)
     (found,) = run([DecodeRequest((5, 6), max_tokens=8, ignore_eos=True)], follows=stopping)
     assert found.finish_reason == "length" and found.token_ids[5] == 2
 

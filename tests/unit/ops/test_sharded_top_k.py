@@ -277,13 +277,13 @@ def run_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     group, shard, found = dist.group.WORLD, shards(2)[rank], {}
-    gather, sizes = dist.all_gather_into_tensor, []
+    gather, sizes = dist.all_gather, []
 
-    def counted(output: Tensor, *arguments: Any, **options: Any) -> Any:
-        sizes.append(output.numel() * output.element_size())
-        return gather(output, *arguments, **options)
+    def counted(outputs: list[Tensor], *arguments: Any, **options: Any) -> Any:
+        sizes.append(sum(output.numel() * output.element_size() for output in outputs))
+        return gather(outputs, *arguments, **options)
 
-    dist.all_gather_into_tensor = counted
+    dist.all_gather = counted
     for name, options in CASES.items():
         sizes.clear()
         values, ids = sharded_top_k(
