@@ -76,7 +76,7 @@ class DecodeSettings:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Terms:
     """What follows from the settings and the files' configs, before a weight is read."""
 
     path: Path
@@ -132,17 +132,17 @@ def open_target(world: World, settings: DecodeSettings) -> OpenTarget:
         CheckpointError: a file is missing, damaged or incomplete.
         OtherRankFailedError: another rank failed; it raises its own error.
     """
-    plan = world.together(lambda: _plan(world, settings))
-    world.agree(lambda: plan.facts(settings))
-    mesh = Mesh.of(world, plan.layout, plan.contract.num_layers)
-    stage_pass = world.together(lambda: _load(mesh, plan, settings))
-    tokenizer = world.together(lambda: open_tokenizer(plan.path))
-    drafting = _load_drafting(mesh, plan, settings, stage_pass, tokenizer)
-    decoder = Decoder(mesh, plan.contract, stage_pass, plan.sizes, drafting)
-    return OpenTarget(decoder, mesh, plan.contract, tokenizer)
+    terms = world.together(lambda: _terms(world, settings))
+    world.agree(lambda: terms.facts(settings))
+    mesh = Mesh.of(world, terms.layout, terms.contract.num_layers)
+    stage_pass = world.together(lambda: _load(mesh, terms, settings))
+    tokenizer = world.together(lambda: open_tokenizer(terms.path))
+    drafting = _load_drafting(mesh, terms, settings, stage_pass, tokenizer)
+    decoder = Decoder(mesh, terms.contract, stage_pass, terms.sizes, drafting)
+    return OpenTarget(decoder, mesh, terms.contract, tokenizer)
 
 
-def _plan(world: World, settings: DecodeSettings) -> _Plan:
+def _terms(world: World, settings: DecodeSettings) -> _Terms:
     path = locate_target(settings.target, offline=settings.offline)
     contract = read_target_contract(path, settings.target)
     if contract.kimi is None:
@@ -175,7 +175,7 @@ def _plan(world: World, settings: DecodeSettings) -> _Plan:
         num_drafts = settings.num_draft_tokens or drafter.num_draft_tokens
         sizes = dataclasses.replace(sizes, num_draft_tokens=num_drafts)
     dtype = resolve_dtype(settings.dtype, world.device)
-    return _Plan(path, contract, layout, dtype, sizes, capture_ids, stream)
+    return _Terms(path, contract, layout, dtype, sizes, capture_ids, stream)
 
 
 def _drafter_contract(settings: DecodeSettings, contract: TargetContract) -> DrafterContract:
@@ -186,15 +186,15 @@ def _drafter_contract(settings: DecodeSettings, contract: TargetContract) -> Dra
     return drafter
 
 
-def _load(mesh: Mesh, plan: _Plan, settings: DecodeSettings) -> StagePass:
+def _load(mesh: Mesh, terms: _Terms, settings: DecodeSettings) -> StagePass:
     start, end = mesh.layers
     stage = load_sharded_stage(
-        plan.contract, plan.path, start, end, mesh.tensor, dtype=plan.dtype, device=mesh.world.device
+        terms.contract, terms.path, start, end, mesh.tensor, dtype=terms.dtype, device=mesh.world.device
     )
-    set_linear_mode(stage, _mode(plan, settings, mesh))
-    stage_pass = StagePass(mesh, plan.contract, stage)
-    if plan.capture_ids:
-        stage_pass.prepare_taps(plan.capture_ids, plan.stream)
+    set_linear_mode(stage, _mode(terms, settings, mesh))
+    stage_pass = StagePass(mesh, terms.contract, stage)
+    if terms.capture_ids:
+        stage_pass.prepare_taps(terms.capture_ids, terms.stream)
     _log.info(
         "rank %d: layers %d to %d, part %d of %d", mesh.world.rank, start, end - 1, mesh.tensor.index, mesh.tensor.size
     )
@@ -202,7 +202,7 @@ def _load(mesh: Mesh, plan: _Plan, settings: DecodeSettings) -> StagePass:
 
 
 def _load_drafting(
-    mesh: Mesh, plan: _Plan, settings: DecodeSettings, stage_pass: StagePass, tokenizer: TextTokenizer
+    mesh: Mesh, terms: _Terms, settings: DecodeSettings, stage_pass: StagePass, tokenizer: TextTokenizer
 ) -> Drafting | None:
     """The drafter, on the decider; all other ranks run what its fingerprint is compared with."""
     if settings.drafter is None:
@@ -214,26 +214,26 @@ def _load_drafting(
     else:
         with others_answering(mesh):
             try:
-                drafting.append(_drafting(mesh, plan, settings, stage_pass, tokenizer))
+                drafting.append(_drafting(mesh, terms, settings, stage_pass, tokenizer))
             except Exception as error:  # raised below, where the others learn of it
                 failure = error
 
     def settle() -> Drafting | None:
         if failure is not None:
             raise failure
-        stage_pass.prepare_taps(plan.capture_ids, plan.stream)  # again: the replay tapped every layer
+        stage_pass.prepare_taps(terms.capture_ids, terms.stream)  # again: the replay tapped every layer
         return drafting[0] if drafting else None
 
     return mesh.world.together(settle)
 
 
 def _drafting(
-    mesh: Mesh, plan: _Plan, settings: DecodeSettings, stage_pass: StagePass, tokenizer: TextTokenizer
+    mesh: Mesh, terms: _Terms, settings: DecodeSettings, stage_pass: StagePass, tokenizer: TextTokenizer
 ) -> Drafting:
     assert settings.drafter is not None
-    mode = _mode(plan, settings, mesh)
-    ends = load_ends(plan.contract, plan.path, mesh, stage_pass, mode)
-    target = LoadedTarget(cast(Any, ends), plan.contract, tokenizer, mode)
+    mode = _mode(terms, settings, mesh)
+    ends = load_ends(terms.contract, terms.path, mesh, stage_pass, mode)
+    target = LoadedTarget(cast(Any, ends), terms.contract, tokenizer, mode)
     drafter = load_drafter(
         settings.drafter,
         target,
@@ -244,12 +244,12 @@ def _drafting(
     return Drafting(
         target,
         drafter,
-        num_places=plan.sizes.num_places,
-        max_model_len=plan.sizes.max_model_len,
-        max_rows=plan.sizes.max_rows,
+        num_places=terms.sizes.num_places,
+        max_model_len=terms.sizes.max_model_len,
+        max_rows=terms.sizes.max_rows,
     )
 
 
-def _mode(plan: _Plan, settings: DecodeSettings, mesh: Mesh) -> LinearMode:
-    like = torch.empty(1, 1, dtype=plan.dtype, device=mesh.world.device)
+def _mode(terms: _Terms, settings: DecodeSettings, mesh: Mesh) -> LinearMode:
+    like = torch.empty(1, 1, dtype=terms.dtype, device=mesh.world.device)
     return resolve_linear_mode(settings.linear_mode, like)

@@ -26,7 +26,7 @@ class StagePass:
     """
 
     def __init__(self, mesh: Mesh, contract: TargetContract, stage: KimiStage) -> None:
-        self._mesh, self._contract, self.stage = mesh, contract, stage
+        self._mesh, self.contract, self.stage = mesh, contract, stage
         norm = stage.layers[stage.start].get_submodule("input_layernorm")  # which every stage has
         self._like = norm.get_parameter("weight").new_empty(0)
         self._capture_ids: tuple[CaptureId, ...] = ()
@@ -55,7 +55,7 @@ class StagePass:
         else:
             shape = (token_ids_BT.shape[0], token_ids_BT.shape[1])
             handed = hand_over.receive(
-                self._contract, stage.start, self._capture_ids, shape, self._like, self._mesh.previous_rank
+                self.contract, stage.start, self._capture_ids, shape, self._like, self._mesh.previous_rank
             )
             if taps is not None:
                 for capture, hidden_BTD in handed.taps.items():
@@ -71,7 +71,7 @@ class StagePass:
     @torch.no_grad()
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Scores of this rank's ids, [B, T, I], from the output before the final norm."""
-        assert self.stage.norm is not None and self.stage.lm_head is not None and self._contract.kimi is not None
+        assert self.stage.norm is not None and self.stage.lm_head is not None and self.contract.kimi is not None
         scores = score_rows(self.stage.lm_head, self.stage.norm(hidden_BTD))
-        scale = self._contract.kimi.logit_scale
+        scale = self.contract.kimi.logit_scale
         return scores if scale == 1.0 else scores * scale

@@ -29,10 +29,13 @@ from paceline.distributed.mesh import Layout, Mesh
 from paceline.distributed.opening import DecodeSettings, open_target
 from paceline.distributed.places import DecodeRequest, Place
 from paceline.distributed.plan import Plan
+from paceline.distributed.sharding import share_of
 from paceline.distributed.stage_pass import StagePass
 from paceline.distributed.world import World
 from paceline.errors import PacelineError
 from paceline.models.attends import WholeSequence
+from paceline.models.layers import set_linear_mode
+from paceline.models.stepwise import StepwiseContext
 from paceline.models.taps import TapCollector
 from paceline.models.targets.kimi_stage import HandOver, KimiStage
 from paceline.training.ranks import Ranks
@@ -211,8 +214,27 @@ def shared_logits(ranks: Ranks, folder: Path, names: Sequence[str]) -> dict[str,
             passed = stage_pass.run(tokens, WholeSequence())
             assert passed is not None
             found[f"{name}, {fault}"] = (stage_pass.logits(passed[0]), passed[1], mesh.tensor.index)
+            if "rows alone" not in found:
+                found["rows alone"] = _same_rows_alone(stage_pass, mesh, tokens)
             found["parameters"] = {key: tuple(one.shape) for key, one in stage.named_parameters()}
     return found
+
+
+def _same_rows_alone(stage_pass: StagePass, mesh: Mesh, tokens: Tensor) -> bool:
+    """Whether logits have the same bits in one pass of all rows and in a pass of each."""
+    set_linear_mode(stage_pass.stage, "row_invariant")
+    found = []
+    for size in (tokens.shape[1], 1):
+        share = share_of(stage_pass.contract, mesh.tensor.size)
+        context = StepwiseContext(share, 1, 32, dtype=torch.float32, device=CPU, layers=mesh.layers)
+        logits = []
+        for rows in tokens.split(size, dim=1):
+            passed = stage_pass.run(rows, context)
+            assert passed is not None
+            logits.append(stage_pass.logits(passed[0]))
+            context.commit_all()
+        found.append(torch.cat(logits, dim=1))
+    return torch.equal(*found)
 
 
 # Faults to plant; each is a function of the rank.

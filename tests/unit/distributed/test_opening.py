@@ -9,8 +9,16 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 from tests.tiny import tiny_target
-from tests.tiny_kimi import k3_tiny_config, kimi_target, kimi_tensors, write_kimi
+from tests.tiny_kimi import (
+    k3_tiny_config,
+    kimi_target,
+    kimi_tensors,
+    multimodal_config,
+    multimodal_target,
+    write_kimi,
+)
 from tests.tiny_run import write_target_folder, write_tokenizer
+from tests.unit.distributed import spread
 from tests.unit.distributed.spread import CPU, Case, decode, decode_cases, refuse_cases
 from tests.unit.training.processes import run_ranks, values
 
@@ -83,18 +91,18 @@ def test_a_checkpoint_without_the_vectors_of_a_boundary(models: Path, others: Pa
 def test_a_drafter_of_another_target_is_told_by_its_fingerprint_on_every_rank(models: Path, tmp_path: Path) -> None:
     """Replayed over two stages and over two parts, as in one process."""
     cases = {
-        spread: {"drafter": "other-target", **fields}
-        for spread, fields in (("stages", {"num_stages": 2}), ("parts", {"tensor_size": 2}))
+        kind: {"drafter": "other-target", **fields}
+        for kind, fields in (("stages", {"num_stages": 2}), ("parts", {"tensor_size": 2}))
     }
     cases["after it"] = {"drafter": "dflash", "num_stages": 2}
     ranks = values(run_ranks(decode_cases, tmp_path / "run", models, cases))
     alone = decode(World(0, 1, CPU), models, {"drafter": "other-target"})
     assert alone["error"] == "CompatibilityError"
     decider = {"stages": 1, "parts": 0}
-    for spread, rank in decider.items():
-        assert ranks[rank][spread] == alone
-        assert ranks[1 - rank][spread]["error"] == "OtherRankFailedError"
-        assert alone["told"].splitlines()[0] in ranks[1 - rank][spread]["told"]
+    for kind, rank in decider.items():
+        assert ranks[rank][kind] == alone
+        assert ranks[1 - rank][kind]["error"] == "OtherRankFailedError"
+        assert alone["told"].splitlines()[0] in ranks[1 - rank][kind]["told"]
     assert all("tokens" in rank["after it"] for rank in ranks), "a refusal leaves the ranks in step"
 
 
@@ -102,6 +110,26 @@ def test_requests_that_cannot_be_served(models: Path) -> None:
     alone = World(0, 1, CPU)
     found: dict[str, Any] = decode(alone, models, {"max_model_len": 20})
     assert found["error"] == "RequestError" and "request 1 has a prompt of 23 tokens" in found["told"]
+
+
+@pytest.mark.parametrize("order", [(2, 0, 3, 1), (3, 2, 1, 0)])
+def test_any_order_of_drafted_and_undrafted_requests(
+    order: tuple[int, ...], models: Path, plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spread, "REQUESTS", tuple(spread.REQUESTS[index] for index in order))
+    expected = [plain["float32"]["tokens"][index] for index in order]
+    for places in (1, 3):
+        case = {"drafter": "eagle3", "num_places": places, "scripts": expected}
+        assert decode(World(0, 1, CPU), models, case)["tokens"] == expected
+
+
+def test_a_multimodal_target_answers_text_as_its_text_model(
+    models: Path, plain: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = write_kimi(tmp_path / "target", multimodal_config(), kimi_tensors(multimodal_target()))
+    write_tokenizer(folder, 512)
+    found = decode(World(0, 1, CPU), models, {"target": str(folder)})
+    assert found.get("tokens") == plain["float32"]["tokens"], found
 
 
 def test_a_dense_target_says_where_it_can_be_run(others: Path, models: Path) -> None:

@@ -21,6 +21,7 @@ from tests.tiny_kimi import (
     write_kimi,
 )
 from tests.unit.distributed.spread import CPU, shared_logits
+from tests.unit.models.test_target_weights import MXFP4, pack
 from tests.unit.training.processes import run_ranks, values
 
 from paceline.checkpoint.kimi_tensors import open_kimi
@@ -93,10 +94,25 @@ def test_two_processes_compute_the_whole_target_from_all_storages_of_decay_rates
         assert torch.allclose(torch.cat([half[0] for half in halves], dim=-1), logits, rtol=1e-4, atol=1e-4)
         assert all(torch.equal(one, two) for one, two in zip(halves[0][1], halves[1][1], strict=True)), "one stream"
     assert first["parameters"]["lm_head.weight"] == (256, 128)
+    assert first["rows alone"] and second["rows alone"], "a row's bits are its own over ranks, too"
     # cut as stored, a padded buffer gives the second rank padding
     wrong = [rank["padded, rates not narrowed"] for rank in (first, second)]
     off = (torch.cat([half[0] for half in wrong], dim=-1) - logits).abs().max()
     assert float(off) > 1e-2
+
+
+def test_packed_experts_are_shared_out_as_the_numbers_that_they_stand_for(tmp_path: Path) -> None:
+    target = kimi_target(k3_tiny_config())
+    packed, plain = kimi_tensors(target), kimi_tensors(target)
+    for name in [name for name in plain if ".experts." in name]:
+        codes, scale, plain[name] = pack(packed.pop(name))
+        stem = name.removesuffix(".weight")
+        packed |= {f"{stem}.weight_packed": codes, f"{stem}.weight_scale": scale}
+    one = write_kimi(tmp_path / "packed", k3_tiny_config(quantization_config=MXFP4), packed)
+    two = write_kimi(tmp_path / "plain", k3_tiny_config(), plain)
+    for index in range(2):
+        pairs = zip(part(one, index).named_parameters(), part(two, index).named_parameters(), strict=True)
+        assert all(name == other and torch.equal(left, right) for (name, left), (other, right) in pairs)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
