@@ -7,8 +7,8 @@ place in the dtype asked for, packs, and opens the tokenizer. It is told all siz
 nothing. `strict` is what a user gets, which reads and checks both configs and every key in them, compares names, shapes
 and coverage, looks for NaN and infinity in every tensor, and holds drafter against target; its `loss` is the share by
 which it takes longer. The fingerprint, which is replayed on the loaded pair, is timed apart and added for
-`loss_with_fingerprint`. Ratios are those of a turn, and medians are told; `cpu_loss` is the same in seconds of CPU,
-which other processes of a busy machine do not lengthen. Files are in the page cache.
+`loss_with_fingerprint`. These are medians over turns, each of its own turn; `cpu_loss` compares the fastest loads of
+either kind in seconds of CPU, which a busy machine lengthens least. Files are in the page cache.
 """
 
 from __future__ import annotations
@@ -211,15 +211,15 @@ def rows_of(times: Mapping[str, Sequence[Times]], megabytes: Mapping[str, float]
             "megabytes": sum(megabytes[one] for one in parts),
             "bare_s": statistics.median(wall for wall, _ in bare),
             "strict_s": statistics.median(wall for wall, _ in strict),
-            "loss": loss(strict, bare, 0),
-            "cpu_loss": loss(strict, bare, 1),
+            "loss": loss(strict, bare),
+            "cpu_loss": cpu_loss(strict, bare),
         }
         if part == BOTH:
             whole = add(strict, times[FINGERPRINT])
             row |= {
                 "fingerprint_s": statistics.median(wall for wall, _ in times[FINGERPRINT]),
-                "loss_with_fingerprint": loss(whole, bare, 0),
-                "cpu_loss_with_fingerprint": loss(whole, bare, 1),
+                "loss_with_fingerprint": loss(whole, bare),
+                "cpu_loss_with_fingerprint": cpu_loss(whole, bare),
             }
         rows.append(row)
     return rows
@@ -230,9 +230,14 @@ def add(*several: Sequence[Times]) -> list[Times]:
     return [(sum(wall for wall, _ in turn), sum(cpu for _, cpu in turn)) for turn in zip(*several, strict=True)]
 
 
-def loss(strict: Sequence[Times], bare: Sequence[Times], clock: int) -> float:
-    """Median over turns of how much longer the first takes, as a share of the second."""
-    return statistics.median(one[clock] / other[clock] - 1 for one, other in zip(strict, bare, strict=True))
+def loss(strict: Sequence[Times], bare: Sequence[Times]) -> float:
+    """Median over turns of how much longer the first takes by the wall clock, as a share of the second."""
+    return statistics.median(one[0] / other[0] - 1 for one, other in zip(strict, bare, strict=True))
+
+
+def cpu_loss(strict: Sequence[Times], bare: Sequence[Times]) -> float:
+    """The same of the turns that took the fewest seconds of CPU."""
+    return min(cpu for _, cpu in strict) / min(cpu for _, cpu in bare) - 1
 
 
 if __name__ == "__main__":
