@@ -1,14 +1,16 @@
-"""What each shipped drafter accepts on a fixed set of prompts, held against what was measured when it was made.
+"""What each shipped drafter accepts on a fixed set of prompts, held against what it accepted there before.
 
-Nearly every fault of drafting is seen here and nowhere else: the text stays right and a token less is kept per step.
+Nearly every fault of drafting would be seen here: the text stays right, and less of each block is kept. Taps one layer
+off cost the shipped DFlash2 drafter a twentieth, so the bound is narrow. bf16 rounds differently from CPU to CPU, and a
+near-tie that falls the other way changes a text; over a dozen prompts that is less.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +24,10 @@ from paceline.models.readings import reread
 from paceline.trace.acceptance import AcceptanceSummary
 
 ROOT = Path(__file__).parents[2]
-FAMILIES = ("dflash", "dflash2", "dspark", "eagle3")
 NUM_PROMPTS, NUM_TOKENS = 12, 32
-DROP = 0.15  # shorter answers than those of the calibration, and half of its prompts
+# acceptance length by family: first prompts of the shipped set, greedy, bf16, torch 2.13 on a CPU with avx512_bf16
+RECORDED = {"dflash": 2.589, "dflash2": 2.688, "dspark": 2.621, "eagle3": 2.961}
+DROP = 0.03
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
@@ -50,22 +53,28 @@ def acceptance_length(target: LoadedTarget, drafter: LoadedDrafter, prompts: Seq
     return AcceptanceSummary.from_steps(record for one in results for record in one.trace.records).acceptance_length
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", RECORDED)
 def test_no_drafter_accepts_less_than_it_did(family: str, target: LoadedTarget, prompts: list[list[int]]) -> None:
     folder = ROOT / "drafters" / f"smollm2-135m-instruct-{family}"
-    calibrated = 1 + sum(json.loads((folder / "calibration.json").read_text())["per_position"])
     found = acceptance_length(target, load_drafter(str(folder), target, offline=True), prompts)
-    print(f"\n{family}: {found:.3f}, calibrated {calibrated:.3f}")
-    assert found > (1 - DROP) * calibrated
+    print(f"\n{family}: {found:.3f}, recorded {RECORDED[family]:.3f}")
+    assert found > (1 - DROP) * RECORDED[family]
 
 
-def test_a_drafter_with_taps_one_layer_off_is_far_below(target: LoadedTarget, prompts: list[list[int]]) -> None:
-    """The planted fault; its folder would be refused, so the taps are moved behind the check."""
-    folder = ROOT / "drafters" / "smollm2-135m-instruct-dflash2"
-    calibrated = 1 + sum(json.loads((folder / "calibration.json").read_text())["per_position"])
-    loaded = load_drafter(str(folder), target, offline=True)
-    moved = tuple(TargetLayerId(layer + 1) for layer in loaded.contract.target_layer_ids)
-    model = reread(loaded.model, target_layer_ids=moved)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"target_layer_ids": tuple(map(TargetLayerId, (2, 9, 16, 23, 28)))},
+        {"mask_token_id": 17},
+        {"layer_causal": (True,) * 4},
+    ],
+    ids=lambda fault: next(iter(fault)),
+)
+def test_planted_faults_fall_below(fault: dict[str, Any], target: LoadedTarget, prompts: list[list[int]]) -> None:
+    """Their folders would be refused, so each is planted behind the check."""
+    loaded = load_drafter(str(ROOT / "drafters" / "smollm2-135m-instruct-dflash2"), target, offline=True)
+    model = reread(loaded.model, **fault)
     model.prepare_for_serving(target.linear_mode)
-    faulty = dataclasses.replace(loaded, model=model, contract=model.contract)
-    assert acceptance_length(target, faulty, prompts) < (1 - DROP) * calibrated
+    found = acceptance_length(target, dataclasses.replace(loaded, model=model, contract=model.contract), prompts)
+    print(f"\n{fault}: {found:.3f}")
+    assert found < (1 - DROP) * RECORDED["dflash2"]
