@@ -49,5 +49,10 @@ def help_drafts(engine: Engine, scripts: Mapping[str, Sequence[int]]) -> Engine:
         engine: with a drafter whose drafts are one-hot.
         scripts: prompt and plain text of every request that it will meet, by name.
     """
-    engine.wrap_proposer(lambda inner: HelpedProposer(inner, lambda slot: scripts[engine.request_in_slot(slot) or ""]))
+
+    def script_of_slot(slot: int) -> Sequence[int]:
+        name = engine.request_in_slot(slot)
+        return () if name is None else scripts[name]  # rows of requests that have ended are in nobody's slot
+
+    engine.wrap_proposer(lambda inner: HelpedProposer(inner, script_of_slot))
     return engine

@@ -64,6 +64,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         requests=tuple(draw(request_plans()) for _ in range(draw(st.integers(1, 8)))),
         cache_cleared=draw(st.sampled_from([frozenset(), frozenset(), frozenset({7, 19})])),
         interrupted=draw(st.sampled_from([False] * 5 + [True]).flatmap(_interruptions)),
+        runs_ahead=draw(st.booleans()),
     )
 
 

@@ -98,6 +98,7 @@ class Schedule:
         requests: in order of their names.
         cache_cleared: before which steps the prefix cache is emptied.
         interrupted: steps in whose first pass something is raised, before it runs or when it has.
+        runs_ahead: whether a step is launched before the one before is read.
     """
 
     family: str | None
@@ -111,6 +112,7 @@ class Schedule:
     requests: tuple[RequestPlan, ...]
     cache_cleared: frozenset[int] = frozenset()
     interrupted: tuple[tuple[int, str], ...] = ()
+    runs_ahead: bool = False
 
     @property
     def kind(self) -> EngineKind:
@@ -283,6 +285,7 @@ def _run(schedule: Schedule, moment: Moment) -> Outcome:
         num_blocks=least_num_blocks(schedule.block_size, schedule.family) + schedule.num_spare_blocks,
         prefill_chunk_size=schedule.chunk_size,
         prefix_cache=schedule.has_cache,
+        run_ahead=schedule.runs_ahead,
     )
     num_free = engine.stats().num_free_blocks
     deltas: list[RequestDelta] = []

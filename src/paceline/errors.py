@@ -140,6 +140,10 @@ class EngineDeadError(EngineClosedError):
     """An engine ended because it kept failing; what it failed of is chained."""
 
 
+class EngineFaultError(PacelineError):
+    """The engine found itself wrong: what a device holds is not what the host knows. The step's requests end."""
+
+
 class MissingExtraError(PacelineError):
     """An optional dependency is not installed; the hint names the extra that brings it."""
 

@@ -136,8 +136,7 @@ def test_p14_a_slot_of_minus_one_is_nobodys() -> None:
     step_module.commit(state, padding, torch.tensor([99]), torch.tensor([9]))
     state.store_proposal(padding, Proposal(torch.tensor([[7]])))
     assert state.lengths[:2].tolist() == [5, 6] and state.draft_ids[:2].tolist() == [[-1], [-1]]
-    state.lengths = state.lengths[:2]
-    state.anchors, state.steps, state.draft_ids = state.anchors[:2], state.steps[:2], state.draft_ids[:2]
+    state._whole, state._draft_ids = state._whole[:2], state._draft_ids[:2]
     step_module.commit(state, padding, torch.tensor([99]), torch.tensor([9]))
     assert state.lengths.tolist() == [5, 99]
 

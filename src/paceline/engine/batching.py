@@ -15,6 +15,7 @@ from paceline.engine.sampling_flags import SamplingFlags
 from paceline.engine.settings import EngineSettings
 from paceline.engine.slots import SlotState
 from paceline.engine.step import StepBatch
+from paceline.engine.transfers import to_device
 
 
 class StepFlags:
@@ -79,6 +80,8 @@ def step_batch(
     *,
     flags: SamplingFlags,
     most_drafts: int,
+    num_waiting: Sequence[int],
+    rows_ahead: Sequence[int],
     stopper: DraftStopper | None,
 ) -> StepBatch:
     """Put together a decode step.
@@ -91,24 +94,27 @@ def step_batch(
         flags: of the requests.
         most_drafts: that this step may verify per request; waiting drafts beyond are dropped. More requests may have
             come since those were planned.
+        num_waiting: drafts that wait for each request, at most: of a pass that is not read yet, those it planned.
+        rows_ahead: positions that each request may stand beyond what the host knows.
         stopper: as for `StepBatch`.
     """
     slots = [request.slot for request in requests if request.slot is not None]
-    starts = [request.num_cached for request in requests]
+    bounds = [request.num_cached + ahead for request, ahead in zip(requests, rows_ahead, strict=True)]
     # Rows are as many as the longest waiting block needs; the blocks drafted next may be of another length.
-    num_rows = 1 + min(most_drafts, max(request.num_waiting for request in requests))
-    device = state.device
+    num_rows = 1 + min(most_drafts, max(num_waiting))
     context_starts = [request.held.context_start for request in requests]
     lacks_context = any(context_starts)
+    numbers = torch.tensor([slots, bounds, context_starts])
+    slots_B, bounds_B, context_starts_B = to_device(numbers, state.device).unbind(0)
     return StepBatch(
         rows=Rows(
             slots,
-            torch.tensor(slots, device=device),
-            starts,
-            torch.tensor(starts, device=device),
+            slots_B,
+            bounds,
+            bounds_B,
             num_rows,
             context_starts if lacks_context else None,
-            torch.tensor(context_starts, device=device) if lacks_context else None,
+            context_starts_B if lacks_context else None,
         ),
         flags=flags,
         writes_context=any(request.is_drafted for request in requests),

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from paceline.engine.transfers import to_device
+
 TRASH_BLOCK = 0
 ZERO_ROW = 0  # of block 0
 _FIRST_TRASH_ROW = 1
@@ -108,6 +110,8 @@ class BlockTables:
 
     def rows(self, slot: int, start: int, count: int) -> Tensor:
         """Physical rows of positions start, start + 1, ... that a slot's blocks hold, int64 on the device."""
+        if slot == self.num_slots and not self._blocks[slot]:  # what requests write that have ended
+            return _FIRST_TRASH_ROW + torch.arange(count, device=self.device) % (self.block_size - _FIRST_TRASH_ROW)
         assert start + count <= self.capacity(slot), "positions beyond a slot's blocks have no rows"
         rows = self._rows[slot]
         if rows is None:
@@ -163,6 +167,6 @@ class BlockTables:
         if not self._unflushed:
             return
         triples = torch.tensor([(*where, block) for where, block in self._unflushed.items()], dtype=torch.int32)
-        slots, indices, blocks = triples.to(self.device, non_blocking=True).unbind(1)
+        slots, indices, blocks = to_device(triples, self.device).unbind(1)
         self.table.index_put_((slots.long(), indices.long()), blocks)
         self._unflushed.clear()

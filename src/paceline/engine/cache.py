@@ -82,7 +82,7 @@ class KeyValueCache:
             A function of a layer and its keys and values [B, T, M, H].
         """
         tables = self.tables
-        if len(slots) == 1 and tables.is_one_run(slots[0]):
+        if len(slots) == 1 and tables.is_one_run(slots[0]) and tables.capacity(slots[0]) > 0:
             start, end = starts[0], starts[0] + num_rows
             assert end <= tables.capacity(slots[0]), "rows of a request go to its own blocks"
             to = self._as_written.narrow(2, tables.first_row(slots[0]) + start, num_rows).unbind(0)
@@ -108,7 +108,7 @@ class KeyValueCache:
             copies elsewhere.
         """
         tables, count = self.tables, length - start
-        if count > 0 and tables.is_one_run(slot):
+        if count > 0 and tables.is_one_run(slot) and tables.capacity(slot) > 0:
             assert length <= tables.capacity(slot), "positions beyond a slot's blocks hold nothing"
             views = self._as_read.narrow(3, tables.first_row(slot) + start, count).unbind(0)
             return list(zip(views[::2], views[1::2], strict=True)).__getitem__

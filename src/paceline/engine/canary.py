@@ -28,6 +28,7 @@ from paceline.engine.proposal import Proposer, Rows
 from paceline.engine.request import RequestResult, SamplingParameters
 from paceline.engine.settings import CacheSizes, cache_sizes, context_length
 from paceline.engine.slots import SlotState
+from paceline.errors import EngineFaultError
 from paceline.models.attends import WholeSequence
 from paceline.models.drafters.proposal import Proposal
 from paceline.models.loading import LoadedDrafter, LoadedTarget
@@ -160,8 +161,20 @@ def canary_steps(
     Yields:
         Nothing, after each piece.
     Returns:
-        The report.
+        The report; where an engine found itself wrong, with that alone.
     """
+    origin = {"target": target.contract.origin}
+    if drafter is not None:
+        origin["drafter"] = drafter.contract.origin
+    try:
+        return (yield from _compared(target, drafter, settings, origin))
+    except EngineFaultError as error:
+        return CanaryReport(0, 0, (str(error),), 0, 0, 0, origin=origin)
+
+
+def _compared(
+    target: LoadedTarget, drafter: LoadedDrafter | None, settings: EngineSettings, origin: dict[str, str]
+) -> Generator[None, None, CanaryReport]:
     K = settings.num_draft_tokens or (drafter.num_draft_tokens if drafter is not None else 7)
     long_prompt = _long_prompt(target, settings) if drafter is not None and settings.prefix_cache else None
     sizes = _PROMPT_LENGTHS if long_prompt is None else (*_PROMPT_LENGTHS, long_prompt)
@@ -182,9 +195,7 @@ def canary_steps(
             refusals.append(refusal)
         yield
     cold, warm, num_hit_tokens = DraftComparison(), DraftComparison(), None
-    origin = {"target": target.contract.origin}
     if drafter is not None:
-        origin["drafter"] = drafter.contract.origin
         with_drafts = replace(
             small, num_draft_tokens=K, prefix_cache=long_prompt is not None, draft_sample_method="probabilistic"
         )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from paceline.engine.acceptance_estimator import AcceptanceEstimator, draft_features
 from paceline.engine.draft_budget import usable_prefix
+from paceline.engine.transfers import to_device
 from paceline.models.drafters.proposal import Proposal
 from paceline.ops.sample_tokens import NO_TOKEN
 
@@ -44,10 +45,10 @@ class DraftPlan:
         return max(self.num_drafts, default=0)
 
     def on(self, device: torch.device) -> DevicePlan:
-        """Copy it to a device. A copy waits for whatever was queued there, so it has to come before a step's work."""
+        """Copy it to a device, before a step's work: a recorded step can't take a copy along."""
 
         def copied(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
+            return to_device(torch.tensor(values, dtype=dtype), device)
 
         return DevicePlan(
             self.most,
@@ -118,6 +119,7 @@ class DraftStopper:
         """
         features_BK = draft_features(proposal)
         self._has_features[slots_B] = features_BK is not None
+        self._has_features[-1] = False  # rows of requests that have ended teach nothing
         if features_BK is None:
             return proposal
         num_drafts = features_BK.shape[1]

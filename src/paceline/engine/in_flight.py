@@ -6,9 +6,11 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from paceline.engine.running import RunningRequest
-from paceline.engine.step import HostStep, StepOutput
+from paceline.engine.step import HostStep, SentOutput, StepOutput
+from paceline.errors import EngineFaultError
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,8 +22,9 @@ class Launched:
         requests: in the order of the results.
         epochs: each request's at launch.
         num_drawn: drafts planned behind it, for each request.
+        num_rows: tokens that it may give each request, at most.
         is_decode: a decode step; else the last chunk of one request's text.
-        output: on the device.
+        output: on its way to the host.
         started_s: before it was put together, on the performance counter.
     """
 
@@ -29,22 +32,47 @@ class Launched:
     requests: Sequence[RunningRequest]
     epochs: Sequence[int]
     num_drawn: Sequence[int]
+    num_rows: int
     is_decode: bool
-    output: StepOutput
+    output: SentOutput
     started_s: float
 
     def read(self) -> list[tuple[RunningRequest, HostStep, int]]:
         """Wait for the results and give those that still count: request, its part of the step, drafts planned behind.
 
         What belongs to a request that has ended, or whose state on the device became void, is dropped.
+
+        Raises:
+            EngineFaultError: host and device disagree on where a request stood.
         """
-        steps = self.output.to_host()
-        parts = zip(self.requests, self.epochs, steps, self.num_drawn, strict=True)
-        return [
+        parts = zip(self.requests, self.epochs, self.output.read(), self.num_drawn, strict=True)
+        wanted = [
             (request, step, num_drawn)
             for request, epoch, step, num_drawn in parts
             if request.epoch == epoch and request.finish_reason is None
         ]
+        for request, step, _ in wanted:
+            if self.is_decode and step.position != request.num_cached:
+                stands = "has ended" if step.position < 0 else f"stands at {step.position}"
+                raise EngineFaultError(
+                    f"request {request.request_id} {stands} on the device and stands at {request.num_cached} on the "
+                    "host: a step committed something else than it said"
+                )
+        return wanted
+
+
+class Ahead(NamedTuple):
+    """How far the device may be ahead of the host with one request.
+
+    Attributes:
+        num_passes: unread ones that give it a token at least.
+        num_rows: tokens that they may give it, at most.
+        num_waiting: drafts that wait for its next step, at most.
+    """
+
+    num_passes: int
+    num_rows: int
+    num_waiting: int
 
 
 class InFlight:
@@ -72,12 +100,33 @@ class InFlight:
         output: StepOutput,
         *,
         num_drawn: Sequence[int],
+        num_rows: int,
         is_decode: bool,
         started_s: float,
     ) -> None:
-        """Remember the pass that was launched last, as its results are wanted."""
+        """Remember the pass that was launched last, as its results are wanted, and send for them."""
         epochs = [request.epoch for request in requests]
-        self._unread.append(Launched(self.last, requests, epochs, num_drawn, is_decode, output, started_s))
+        sent = output.send()
+        self._unread.append(Launched(self.last, requests, epochs, num_drawn, num_rows, is_decode, sent, started_s))
+
+    def ahead(self, requests: Sequence[RunningRequest]) -> list[Ahead]:
+        """How far the device may be ahead of the host with each of some requests."""
+        found = {request: Ahead(0, 0, request.num_waiting) for request in requests}
+        for launched in self._unread:
+            parts = zip(launched.requests, launched.epochs, launched.num_drawn, strict=True)
+            for request, epoch, num_drawn in parts:
+                if request in found and request.epoch == epoch:
+                    # A resumed request's first pass gives it drafts and no token.
+                    gives = launched.is_decode or not request.is_resumed
+                    before = found[request]
+                    found[request] = Ahead(
+                        before.num_passes + gives, before.num_rows + launched.num_rows * gives, num_drawn
+                    )
+        return list(found.values())
+
+    def has_before(self, number: int) -> bool:
+        """Whether results of a pass are unread that was launched before pass `number`."""
+        return bool(self._unread) and self._unread[0].number < number
 
     def pop(self) -> Launched:
         """The oldest pass whose results were not read."""

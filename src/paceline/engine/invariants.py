@@ -1,8 +1,9 @@
 """What must hold between the steps of an engine, asserted in debug mode (`engine/debug.py`).
 
-I1   n counts positions whose keys are all final. Host and device agree on n; it grows by 1 to T rows of a decode step
-     and by the whole of a chunk; full blocks below n keep their bits, through moves to other blocks too.
-I2   The blocks of a request reach `lookahead` positions beyond n before every step.
+I1   n counts positions whose keys are all final. Host and device agree on n, but for the rows of passes that the host
+     has not read; it grows by 1 to T rows of a decode step and by the whole of a chunk; full blocks below n keep their
+     bits, through moves to other blocks too.
+I2   The blocks of a request reach `lookahead` positions beyond n before every decode step that it takes part in.
 I3   Only blocks that have one owner and no published text are written to, at n and beyond. References are as many as
      owners, host and device tables agree with them, published blocks keep their bits.
 I4   A block is published only once n has passed its end.
@@ -51,8 +52,10 @@ class CheckedRequest:
         slot: its row in the tables.
         blocks: by position.
         num_final: n: positions whose keys are final; while the prompt is run, those of it that were.
-        is_decoding: whether its prompt is done.
-        num_rows: rows that the coming pass writes from n on; 0 where it takes no part.
+        is_decoding: whether its prompt is done, and its first token known.
+        is_chunk: whether the coming pass runs a part of its prompt.
+        num_unread: tokens that passes may have given it whose results are not read.
+        num_rows: rows that the coming pass writes; 0 where it takes no part.
     """
 
     request_id: str
@@ -60,7 +63,9 @@ class CheckedRequest:
     blocks: Sequence[int]
     num_final: int
     is_decoding: bool
+    num_unread: int = 0
     num_rows: int = 0
+    is_chunk: bool = False
 
 
 class InvariantChecks:
@@ -72,6 +77,7 @@ class InvariantChecks:
         caches: all that are addressed through the tables; free blocks of theirs are filled with NaN at once.
         lengths: n per slot on the device; None leaves the comparison out.
         lookahead: positions beyond n that I2 promises.
+        runs_ahead: results of a pass may be read only after the next one was launched.
         seed: of the samples taken in large pools.
     """
 
@@ -83,10 +89,11 @@ class InvariantChecks:
         caches: Sequence[BlockCache],
         lengths: Tensor | None,
         lookahead: int,
+        runs_ahead: bool = False,
         seed: int = 0,
     ) -> None:
         self._pool, self._tables, self._caches, self._lengths = pool, tables, caches, lengths
-        self._lookahead = lookahead
+        self._lookahead, self._runs_ahead = lookahead, runs_ahead
         self._random = random.Random(seed)
         self._published: dict[int, list[bytes]] = {}  # block -> a checksum per cache
         self._final: dict[tuple[str, int], tuple[int, list[bytes]]] = {}  # (request, index) -> block, checksums
@@ -126,9 +133,11 @@ class InvariantChecks:
             self._check_reach(one)
             if self._lengths is not None and one.is_decoding:
                 length = int(self._lengths[one.slot])
-                if length != one.num_final:
+                if not one.num_final <= length <= one.num_final + one.num_unread:
                     _broken(
-                        "I1", f"{one.request_id} stands at {one.num_final} on the host and at {length} on the device"
+                        "I1",
+                        f"{one.request_id} stands at {one.num_final} on the host and at {length} on the device, with "
+                        f"{one.num_unread} rows unread",
                     )
             for block in one.blocks:
                 self._last_launch[block] = step
@@ -201,8 +210,8 @@ class InvariantChecks:
     def _check_reach(self, held: CheckedRequest) -> None:
         size = self._pool.block_size
         reach = len(held.blocks) * size
-        needed = held.num_final + held.num_rows
-        if held.is_decoding:
+        needed = held.num_final + held.num_unread + held.num_rows
+        if held.is_decoding and held.num_rows > 0:
             needed = max(needed, min(held.num_final + self._lookahead, self._tables.max_blocks * size))
         if reach < needed:
             _broken("I2", f"the blocks of {held.request_id} hold {reach} positions, {needed} are needed")
@@ -211,10 +220,13 @@ class InvariantChecks:
         before = self._before.pop(held.request_id, None)
         if before is None:
             return
-        least = min(before.num_rows, 1) if before.is_decoding else before.num_rows
         grown = held.num_final - before.num_final
-        if not least <= grown <= before.num_rows:
-            _broken("I1", f"{held.request_id} grew by {grown} in a pass over {before.num_rows} rows")
+        least, most = before.num_rows, before.num_rows
+        if not before.is_chunk:
+            # With a pass unread, what is taken in here is the one before it, or nothing of this request.
+            least, most = 0 if self._runs_ahead else min(before.num_rows, 1), before.num_unread + before.num_rows
+        if not least <= grown <= most:
+            _broken("I1", f"{held.request_id} grew by {grown} in passes over {most} rows")
 
     def _check_device_table(self, held: Sequence[CheckedRequest]) -> None:
         rows = self._tables.table.tolist()

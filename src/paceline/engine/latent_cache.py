@@ -72,7 +72,7 @@ class LatentCache:
     def reader(self, slot: int, length: int) -> ReadLatents:
         """What gives a slot's rows at positions 0 to length - 1 in any layer: a view where its blocks are one run."""
         tables = self.tables
-        if tables.is_one_run(slot):
+        if tables.is_one_run(slot) and tables.capacity(slot) > 0:
             assert length <= tables.capacity(slot), "positions beyond a slot's blocks hold nothing"
             first = tables.first_row(slot)
             return lambda layer: self._flat[layer][first : first + length].unsqueeze(0)

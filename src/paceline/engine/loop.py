@@ -7,7 +7,9 @@ handed to their requests and what became of the drafts to the planner.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -18,11 +20,12 @@ from paceline.engine.counters import Counters
 from paceline.engine.debug import checks_are_asked_for
 from paceline.engine.drafting import Drafting
 from paceline.engine.identity import prefix_identity
-from paceline.engine.in_flight import InFlight, Launched, milliseconds_since
+from paceline.engine.in_flight import Ahead, InFlight, Launched, milliseconds_since
 from paceline.engine.intake import Intake
 from paceline.engine.invariants import InvariantChecks
 from paceline.engine.loop_checks import LoopChecks
 from paceline.engine.parts import EngineParts
+from paceline.engine.pass_timer import PassTimer
 from paceline.engine.prefill import prefill_chunk
 from paceline.engine.request import FinishReason, RequestDelta
 from paceline.engine.request_blocks import RequestBlocks
@@ -36,6 +39,15 @@ from paceline.engine.step import decode_step
 from paceline.engine.step_cost import StepCosts
 from paceline.engine.trial_steps import measure_costs, num_trial_blocks
 from paceline.ops.finalise_block import NOT_A_NUMBER
+
+
+class _TimedChunk(NamedTuple):
+    """A prompt chunk that was launched: in which pass, whose, of how many tokens."""
+
+    number: int
+    request: RunningRequest
+    num_tokens: int
+    timer: PassTimer
 
 
 class EngineLoop:
@@ -62,6 +74,10 @@ class EngineLoop:
         self.parts, self._settings, self._intake = parts, settings, intake
         self._state, self._sizes = parts.state, parts.sizes
         self._in_flight = in_flight = InFlight()
+        self._chunks: deque[_TimedChunk] = deque()
+        is_cuda = parts.state.device.type == "cuda"
+        self._runs_ahead = is_cuda if settings.run_ahead is None else settings.run_ahead
+        self._last_read_s = 0.0
         self._pool = BlockPool(parts.sizes.num_blocks, parts.sizes.block_size, prefix_cache=settings.prefix_cache)
         self._states = SlotStates(
             parts.recurrent, parts.snapshots, parts.snapshot_sizes, self._pool, fence=lambda: in_flight.last
@@ -75,6 +91,7 @@ class EngineLoop:
                 caches=parts.planes.caches,
                 lengths=parts.state.lengths,
                 lookahead=parts.sizes.lookahead,
+                runs_ahead=self._runs_ahead,
             )
             self._checks = LoopChecks(checks, self._states.checks(parts.state.lengths))
         self.blocks = RequestBlocks(
@@ -193,6 +210,7 @@ class EngineLoop:
         """Give the memory of the caches back; no request is left."""
         self.deltas.clear()
         self._in_flight.drop()
+        self._chunks.clear()
         self.parts.release()
 
     def _recover(self) -> None:
@@ -200,6 +218,7 @@ class EngineLoop:
         if not self.is_mid_step:
             return
         self._in_flight.drop()
+        self._chunks.clear()
         self.scheduler.rebuild(list(self.requests.values()))
         self._drain()
         for request in list(self.scheduler.running):
@@ -238,15 +257,15 @@ class EngineLoop:
 
     def _drain(self) -> None:
         """Read everything that is in flight; then the device has nothing left to do, and no block waits for it."""
-        self._read(0)
+        self._read_all()
         if self._state.device.type == "cuda" and self._pool.num_fenced > 0:
             torch.cuda.synchronize(self._state.device)
         self._pool.retire(self._in_flight.last)
 
     def _retire_idle(self) -> None:
         """Let no block wait for a pass whose results nobody will read, such as a chunk of a prompt that was aborted."""
-        is_done = len(self._in_flight) == 0 and (self._state.device.type == "cpu" or not self.requests)
-        if is_done and self._pool.num_fenced > 0:
+        is_done = not self.requests or (len(self._in_flight) == 0 and self._state.device.type == "cpu")
+        if is_done and (self._pool.num_fenced > 0 or len(self._in_flight) > 0):
             self._drain()
 
     def _admit(self) -> RunningRequest | None:
@@ -297,6 +316,7 @@ class EngineLoop:
 
     def _prefill_chunk(self, request: RunningRequest, end: int) -> None:
         started_s = time.perf_counter()
+        timer = PassTimer(self._state.device)
         chunk = next_chunk(
             request,
             self._state,
@@ -306,7 +326,7 @@ class EngineLoop:
             stopper=self.drafting.stopper,
         )
         proposer = self.parts.proposer if request.is_drafted else None
-        self._count_pass([request], end - request.num_prefilled)
+        self._count_pass([request], [Ahead(0, 0, 0)], end - request.num_prefilled)
         output = prefill_chunk(
             self.parts.target.model, proposer, self.parts.cache, self._state, self.parts.choice, chunk
         )
@@ -315,18 +335,24 @@ class EngineLoop:
         request.num_prefilled = end
         if output is not None:
             num_drawn = chunk.plan.most if chunk.plan is not None else 0
-            self._in_flight.keep([request], output, num_drawn=[num_drawn], is_decode=False, started_s=started_s)
-            self._read(0)
-        self._passed()
-        chunk_ms = milliseconds_since(started_s)
-        self._pace.observe_chunk(len(chunk.token_ids), chunk_ms)
-        request.trace.prefill_ms += chunk_ms
+            self._in_flight.keep(
+                [request], output, num_drawn=[num_drawn], num_rows=1, is_decode=False, started_s=started_s
+            )
+        timer.stop()
+        self._chunks.append(_TimedChunk(self._in_flight.last, request, len(chunk.token_ids), timer))
+        self._read_behind()
 
     def _decode(self) -> None:
-        requests = [request for request in self.scheduler.running if request.is_decoding]
+        if any(request.grammar is not None and request.is_decoding for request in self.scheduler.running):
+            self._read_all()  # the next mask depends on what was decided
+        if self._runs_ahead:  # results have come since the last look
+            self._make_room()
+        requests = self._next_to_decode()
         if not requests:
+            self._read_all()
             return
         started_s = time.perf_counter()
+        ahead = self._in_flight.ahead(requests)
         plan = self.drafting.plan(requests, self.scheduler.running)
         batch = step_batch(
             requests,
@@ -335,24 +361,43 @@ class EngineLoop:
             plan,
             flags=self._flags.of(requests),
             most_drafts=self.drafting.planner.limit(len(requests)),
+            num_waiting=[each.num_waiting for each in ahead],
+            rows_ahead=[each.num_rows for each in ahead],
             stopper=self.drafting.stopper,
         )
-        self._count_pass(requests, batch.rows.num_rows)
+        num_rows = batch.rows.num_rows
+        self._count_pass(requests, ahead, num_rows)
         batch = self._states.keep_in_step(batch, requests, self._in_flight.last)
         output = decode_step(
             self.parts.target.model, self.parts.proposer, self.parts.cache, self._state, self.parts.choice, batch
         )
-        self._in_flight.keep(requests, output, num_drawn=plan.num_drafts, is_decode=True, started_s=started_s)
-        self._read(0)
-        self._passed()
+        self._in_flight.keep(
+            requests, output, num_drawn=plan.num_drafts, num_rows=num_rows, is_decode=True, started_s=started_s
+        )
+        self._read_behind()
 
-    def _count_pass(self, requests: Sequence[RunningRequest], num_rows: int) -> None:
-        """Number a pass that is about to be launched, with the tables that it reads up to date."""
+    def _next_to_decode(self) -> list[RunningRequest]:
+        """Requests that decode, but for those whose budget ends for certain with what is in flight."""
+        requests = [request for request in self.scheduler.running if request.is_decoding]
+        ahead = self._in_flight.ahead(requests)
+        return [
+            request
+            for request, each in zip(requests, ahead, strict=True)
+            if request.output.num_remaining > each.num_passes
+        ]
+
+    def _count_pass(self, requests: Sequence[RunningRequest], ahead: Sequence[Ahead], num_rows: int) -> None:
+        """Number a pass that is about to be launched, with the state and the tables that it reads up to date."""
+        self._state.flush()
         self.parts.tables.flush()
         number = self._in_flight.count()
         if self._checks is not None:
-            by_id = dict.fromkeys((request.request_id for request in requests), num_rows)
-            self._checks.before_pass(number, self.scheduler.running, by_id)
+            running = self.scheduler.running
+            unread = zip(running, self._in_flight.ahead(running), strict=True)
+            rows = {request.request_id: (each.num_rows, 0) for request, each in unread}
+            for request, each in zip(requests, ahead, strict=True):
+                rows[request.request_id] = (each.num_rows, num_rows)
+            self._checks.before_pass(number, running, rows)
 
     def _passed(self) -> None:
         if self._checks is not None:
@@ -360,15 +405,35 @@ class EngineLoop:
 
     # Results
 
-    def _read(self, num_left: int) -> None:
-        """Wait for results and pass them on, oldest first, until so many passes are in flight."""
-        while len(self._in_flight) > num_left:
+    def _read_behind(self) -> None:
+        """After a launch: read what was launched before it, or where nothing runs ahead, the pass itself, too."""
+        self._read_before(self._in_flight.last + (0 if self._runs_ahead else 1))
+        self._passed()
+
+    def _read_all(self) -> None:
+        self._read_before(self._in_flight.last + 1)
+
+    def _read_before(self, number: int) -> None:
+        """Wait for results of passes before `number`, and pass them on, oldest first."""
+        while self._in_flight.has_before(number):
             launched = self._in_flight.pop()
             if launched.is_decode:
                 self._take_steps(launched)
             else:
                 self._take_first(launched)
+            self._last_read_s = time.perf_counter()
             self._pool.retire(launched.number)
+            self._observe_chunks(launched.number)
+        if self._state.device.type == "cpu":  # whatever was launched is done
+            self._observe_chunks(self._in_flight.last)
+
+    def _observe_chunks(self, number: int) -> None:
+        """Learn how long prompt chunks took that were launched up to pass `number`, whose results are here."""
+        while self._chunks and self._chunks[0].number <= number:
+            chunk = self._chunks.popleft()
+            chunk_ms = chunk.timer.milliseconds()
+            self._pace.observe_chunk(chunk.num_tokens, chunk_ms)
+            chunk.request.trace.prefill_ms += chunk_ms
 
     def _take_first(self, launched: Launched) -> None:
         for request, step, num_drawn in launched.read():
@@ -381,7 +446,7 @@ class EngineLoop:
 
     def _take_steps(self, launched: Launched) -> None:
         parts = launched.read()
-        step_ms = milliseconds_since(launched.started_s)
+        step_ms = milliseconds_since(max(launched.started_s, self._last_read_s))
         self.counters.num_steps += 1
         self.counters.total_step_ms += step_ms
         self._pace.observe_step(step_ms)

@@ -24,16 +24,16 @@ class LoopChecks:
         """A request's blocks were set, in a slot that it has or is about to get."""
         self._checks.on_admission(_checked(request, slot))
 
-    def before_pass(self, number: int, running: Iterable[RunningRequest], num_rows: Mapping[str, int]) -> None:
+    def before_pass(self, number: int, running: Iterable[RunningRequest], rows: Mapping[str, tuple[int, int]]) -> None:
         """A pass is about to be launched.
 
         Args:
             number: counts launches.
             running: every request in a slot.
-            num_rows: of those that take part, by request id.
+            rows: by request id, those of passes that were launched and not read, and those of this pass.
         """
         running = list(running)
-        held = [_checked(request, request.slot, num_rows.get(request.request_id, 0)) for request in running]
+        held = [_checked(request, request.slot, *rows.get(request.request_id, (0, 0))) for request in running]
         self._checks.before_step(number, held)
         if self._states is not None:
             self._states.before_pass(running)
@@ -58,14 +58,18 @@ class LoopChecks:
         self._checks.on_clear(blocks)
 
 
-def _checked(request: RunningRequest, slot: int | None, num_rows: int = 0) -> CheckedRequest:
+def _checked(request: RunningRequest, slot: int | None, num_unread: int = 0, num_rows: int = 0) -> CheckedRequest:
     assert slot is not None, "only admitted requests hold blocks"
     is_decoding = request.is_decoding and request.is_resumed
+    if not is_decoding and num_unread > 0:
+        num_unread -= 1  # the first token comes from the prompt's last row, whose keys count already
     return CheckedRequest(
         request_id=request.request_id,
         slot=slot,
         blocks=request.held.blocks,
         num_final=request.num_cached if is_decoding else request.num_prefilled,
         is_decoding=is_decoding,
+        num_unread=num_unread,
         num_rows=num_rows,
+        is_chunk=request.num_prefilled < request.prefill_goal,
     )

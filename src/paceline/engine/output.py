@@ -145,7 +145,7 @@ class RequestOutput:
         self.token_ids: list[int] = []
         self.max_tokens = max_tokens
         self._min_tokens = sampling.min_tokens
-        self._stop_ids = frozenset(stop_ids_of(sampling, target_stop_ids))
+        self.stop_ids = frozenset(stop_ids_of(sampling, target_stop_ids))
         self._stops = sampling.stop
         self._shows_stop = sampling.include_stop_str_in_output
         self._decoder = IncrementalDecoder(tokenizer)
@@ -175,9 +175,9 @@ class RequestOutput:
             reason = "stop"
         stop_reason: int | str | None = None
         num_unchecked = max(0, self._min_tokens - len(self.token_ids))
-        if not self._stop_ids.isdisjoint(kept):
+        if not self.stop_ids.isdisjoint(kept):
             for index, token in enumerate(kept[num_unchecked:], num_unchecked):
-                if token in self._stop_ids:
+                if token in self.stop_ids:
                     kept, reason, stop_reason = kept[: index + 1], "stop", token
                     break
         hides_last = stop_reason is not None and not self._shows_stop

@@ -21,6 +21,7 @@ from paceline.engine.proposal import Proposer, Rows
 from paceline.engine.slots import SamplingFlags, SlotState
 from paceline.engine.step import StepOutput, draft_next, run_rows
 from paceline.engine.target_cache import TargetCache
+from paceline.engine.transfers import to_device
 from paceline.engine.verifier import JudgedBlock, judge
 from paceline.models.drafters.proposal import Proposal
 from paceline.models.targets.target import Target
@@ -85,18 +86,20 @@ def prefill_chunk(
         is resumed; None before the last chunk.
     """
     plan = None if chunk.plan is None else chunk.plan.on(state.device)
-    slots_B = torch.tensor([chunk.slot], device=state.device)
-    starts_B = torch.tensor([chunk.start], device=state.device)
+    numbers = torch.tensor([chunk.slot, chunk.start, chunk.context_start, *chunk.token_ids])
+    numbers = to_device(numbers, state.device).unsqueeze(0)
+    slots_B, starts_B, context_starts_B = numbers[:, 0], numbers[:, 1], numbers[:, 2]
+    token_ids_BC = numbers[:, 3:]
+    lacks_context = chunk.context_start > 0
     rows = Rows(
         [chunk.slot],
         slots_B,
         [chunk.start],
         starts_B,
         len(chunk.token_ids),
-        [chunk.context_start] if chunk.context_start else None,
-        torch.tensor([chunk.context_start], device=state.device) if chunk.context_start else None,
+        [chunk.context_start] if lacks_context else None,
+        context_starts_B if lacks_context else None,
     )
-    token_ids_BC = torch.tensor([chunk.token_ids], device=state.device)
     hidden_BCD = run_rows(target, proposer, cache, choice, rows, token_ids_BC, all_count=True)
     length = chunk.start + len(chunk.token_ids)
     ends_B = torch.full_like(starts_B, length)
@@ -116,6 +119,7 @@ def prefill_chunk(
         next_ids_B = judged.verified.bonus_ids_B
         state.lengths[slots_B] = length
         state.anchors[slots_B] = next_ids_B
+        state.retire(slots_B, ends_B, judged.tokens_BL, judged.verified.fault_B)
         state.tokens.extend(slots_B, judged.tokens_BL, chunk.flags)
     else:  # what the target would say here is of no interest: the text goes on as it does
         next_ids_B = torch.full_like(starts_B, chunk.next_id)
@@ -130,4 +134,4 @@ def prefill_chunk(
         num_waiting_B = draft_next(proposer, state, rows, plan, chunk.stopper, chunk.flags)
     if judged is None:
         return StepOutput.resumed(num_waiting_B)
-    return StepOutput.of(judged, no_drafts.ids_BK, num_waiting_B)
+    return StepOutput.of(judged, no_drafts.ids_BK, num_waiting_B, torch.ones_like(num_waiting_B))

@@ -14,7 +14,16 @@ def enter_slot(state: SlotState, request: RunningRequest) -> None:
         request: in a slot.
     """
     assert request.slot is not None, "only admitted requests have a state on the device"
-    state.admit(request.slot, request.sampling, request.seed, limits=request.limits, prompt_ids=request.prompt_ids)
+    state.admit(
+        request.slot,
+        request.sampling,
+        request.seed,
+        limits=request.limits,
+        prompt_ids=request.prompt_ids,
+        end=len(request.prompt_ids) + request.output.max_tokens - 1,
+        # A stop token within the first few is no end, and only the host counts them.
+        stop_ids=() if request.sampling.min_tokens > 0 else request.output.stop_ids,
+    )
     if request.is_resumed:
         state.tokens.restore(request.slot, request.prompt_ids, request.output.token_ids)
 

@@ -112,7 +112,9 @@ class SequentialProposer:
         """One pass per draft, each drawn before the next is scored; the first pass was `settle`'s."""
         num_drafts = self.num_draft_tokens if num_drafts is None else num_drafts
         settled = self._settled
-        assert settled is not None and settled.rows is rows, "propose follows settle of the same rows"
+        assert settled is not None and list(settled.rows.slots) == list(rows.slots), (
+            "propose follows settle of the same rows"
+        )
         lengths_B = state.lengths[rows.slots_B]
         settings = state.sampling_rows(rows.slots_B)
         sampling = DraftSampling(

@@ -53,6 +53,9 @@ class EngineSettings:
         max_num_waiting: requests that may wait beyond those for which slots are free; None sets no limit.
         max_itl_ms: how long prompt chunks may keep decoding requests waiting for their next tokens, their own step
             included; a chunk is then shorter than `prefill_chunk_size`, but a block at least. None sets no limit.
+        run_ahead: launch a step before the results of the one before are read, so that a GPU has no pause in between;
+            None does so on a GPU. Outputs are the same; a request's end is seen one step later, and requests with a
+            grammar, whose masks depend on what was decided, make the host wait nevertheless.
         check_invariants: check the engine around every pass, which costs far more than a pass; None asks the variable
             `PACELINE_DEBUG`.
         canary: "start" checks the drafter before the engine takes its first request, see `start_checks.py`.
@@ -74,6 +77,7 @@ class EngineSettings:
     snapshot_spacing: int | None = None
     max_num_waiting: int | None = None
     max_itl_ms: float | None = None
+    run_ahead: bool | None = None
     check_invariants: bool | None = None
     canary: CanaryMode = "off"
 
@@ -83,6 +87,10 @@ class EngineSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it has to be at least 1")
+        if self.block_size == 1:
+            raise ConfigError(
+                "block_size is 1; it has to be at least 2, as one row of the block for padding stays zero"
+            )
         if self.max_num_waiting is not None and self.max_num_waiting < 0:
             raise ConfigError(f"max_num_waiting is {self.max_num_waiting}; it has to be at least 0")
         if self.max_itl_ms is not None and not 0 < self.max_itl_ms < math.inf:

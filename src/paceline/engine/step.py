@@ -18,7 +18,7 @@ B requests, T rows per request, K draft tokens, V vocabulary, W mask words.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
@@ -34,6 +34,7 @@ from paceline.engine.request import TokenLogprobs
 from paceline.engine.sampling import LogprobsMode
 from paceline.engine.slots import SamplingFlags, SlotState
 from paceline.engine.target_cache import TargetCache, attend_rows, commit_rows
+from paceline.engine.transfers import HostCopy
 from paceline.engine.verifier import JudgedBlock, judge
 from paceline.models.taps import TapCollector
 from paceline.models.targets.target import Target
@@ -80,6 +81,7 @@ class StepOutput:
         draft_ids_BK: int64, the drafts that were judged; -1 where there was none.
         num_zero_q_B: int64, drafts that their own distribution called impossible: a broken drafter.
         num_waiting_B: int64, drafts that wait for the next step.
+        positions_B: int64, of the first row; -1 where the device saw the request's end before: its rows mean nothing.
         logprobs: of the tokens; None if no request wants any.
     """
 
@@ -89,10 +91,11 @@ class StepOutput:
     draft_ids_BK: Tensor
     num_zero_q_B: Tensor
     num_waiting_B: Tensor
+    positions_B: Tensor
     logprobs: BlockLogprobs | None = None
 
     @classmethod
-    def of(cls, judged: JudgedBlock, draft_ids_BK: Tensor, num_waiting_B: Tensor) -> StepOutput:
+    def of(cls, judged: JudgedBlock, draft_ids_BK: Tensor, num_waiting_B: Tensor, positions_B: Tensor) -> StepOutput:
         """Put together what a step's verification decided and what it left for the next."""
         verified = judged.verified
         return cls(
@@ -102,6 +105,7 @@ class StepOutput:
             draft_ids_BK,
             verified.num_zero_q_B,
             num_waiting_B,
+            positions_B,
             judged.logprobs,
         )
 
@@ -110,24 +114,33 @@ class StepOutput:
         """A pass that judged nothing and only drafted for requests whose text is known."""
         zeros_B = torch.zeros_like(num_waiting_B)
         none_B0 = zeros_B.new_empty(zeros_B.shape[0], 0)
-        return cls(zeros_B, none_B0, zeros_B, none_B0, zeros_B, num_waiting_B)
+        return cls(zeros_B, none_B0, zeros_B, none_B0, zeros_B, num_waiting_B, torch.ones_like(zeros_B))
 
-    def to_host(self) -> list[HostStep]:
-        """Fetch everything in one transfer."""
-        num_rows = self.tokens_BT.shape[1]
-        counts_B4 = torch.stack((self.accepted_B, self.fault_B, self.num_zero_q_B, self.num_waiting_B), dim=1)
-        integers = torch.cat((counts_B4, self.tokens_BT, self.draft_ids_BK), dim=1)
-        num_integers = integers.shape[1]
+    def send(self) -> SentOutput:
+        """Start to fetch everything in one transfer."""
+        counts = (self.accepted_B, self.fault_B, self.num_zero_q_B, self.num_waiting_B, self.positions_B)
+        integers = torch.cat((torch.stack(counts, dim=1), self.tokens_BT, self.draft_ids_BK), dim=1)
         rows: Iterable[RowLogprobs | None] = self.logprobs or ()
         floats = [part.columns for part in rows if part is not None]
         packed = torch.cat((integers.double(), *floats), dim=1) if floats else integers
+        return SentOutput(self, HostCopy(packed), integers.shape[1])
+
+    def to_host(self) -> list[HostStep]:
+        """Fetch everything and wait for it."""
+        return self.send().read()
+
+    def unpack(self, packed: Sequence[Sequence[float]], num_integers: int) -> list[HostStep]:
+        """Read what `send` packed, a row per request."""
+        num_rows, num_counts = self.tokens_BT.shape[1], 5
         steps = []
-        for numbers in packed.tolist():
-            whole = [int(number) for number in numbers[:num_integers]] if floats else numbers
-            accepted, fault, num_zero_q, num_waiting = whole[:4]
-            tokens, drafts = whole[4 : 4 + num_rows], whole[4 + num_rows :]
-            step = HostStep(accepted, fault, num_zero_q, tokens, drafts, num_waiting=num_waiting)
-            steps.append(replace(step, logprobs=self._entries(numbers[num_integers:], step)) if floats else step)
+        for numbers in packed:
+            whole = [int(number) for number in numbers[:num_integers]]
+            accepted, fault, num_zero_q, num_waiting, position = whole[:num_counts]
+            tokens, drafts = whole[num_counts : num_counts + num_rows], whole[num_counts + num_rows :]
+            step = HostStep(accepted, fault, num_zero_q, tokens, drafts, num_waiting=num_waiting, position=position)
+            if self.logprobs is not None:
+                step = replace(step, logprobs=self._entries(list(numbers[num_integers:]), step))
+            steps.append(step)
         return steps
 
     def _entries(self, numbers: list[float], step: HostStep) -> dict[LogprobsMode, tuple[TokenLogprobs, ...]]:
@@ -142,6 +155,25 @@ class StepOutput:
         return entries
 
 
+@dataclass(frozen=True, eq=False)
+class SentOutput:
+    """A step's output on its way to the host.
+
+    Attributes:
+        output: on the device.
+        packed: what was sent.
+        num_integers: columns of it that are whole numbers; the others belong to log-probabilities.
+    """
+
+    output: StepOutput
+    packed: HostCopy
+    num_integers: int
+
+    def read(self) -> list[HostStep]:
+        """Wait for it, and give each request's part."""
+        return self.output.unpack(self.packed.wait().tolist(), self.num_integers)
+
+
 @dataclass
 class HostStep:
     """One request's part of a `StepOutput` as plain numbers.
@@ -154,6 +186,7 @@ class HostStep:
         padded_draft_ids: drafts, then -1.
         logprobs: of the tokens, by mode.
         num_waiting: drafts that wait for the next step.
+        position: of the first row; -1 where the device saw the request's end before.
         token_ids: kept drafts and, unless the row was bad, the target's own token.
         draft_ids: drafts that were really there.
     """
@@ -165,6 +198,7 @@ class HostStep:
     padded_draft_ids: list[int]
     logprobs: Mapping[LogprobsMode, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     num_waiting: int = 0
+    position: int = 0
     token_ids: list[int] = field(init=False)
     draft_ids: tuple[int, ...] = field(init=False)
 
@@ -195,10 +229,10 @@ def decode_step(
         cache: the target's.
         state: read, then committed to.
         choice: form of attention, the only thing that differs by device.
-        batch: who takes part. Its `starts` have to equal `state.lengths`.
+        batch: who takes part, and at most how far each has come; where it really stands is read from `state`.
     """
-    rows = batch.rows
     plan = None if batch.plan is None else batch.plan.on(state.device)
+    rows, positions_B = rows_where_they_stand(batch.rows, state, choice)
     num_drafts = rows.num_rows - 1
     has_q = proposer is not None and proposer.num_candidates > 0 and not batch.flags.all_greedy
     with_q = has_q and reads_q(batch.verify_method)
@@ -226,6 +260,7 @@ def decode_step(
     ends_B = rows.starts_B + accepted_B + 1
     commit(state, rows.slots_B, ends_B, bonus_ids_B)
     commit_rows(cache, rows, anchors_B, judged.verified, batch.state_copies)
+    state.retire(rows.slots_B, ends_B, judged.tokens_BL, judged.verified.fault_B)
     state.tokens.extend(rows.slots_B, judged.tokens_BL, batch.flags)
     if batch.stopper is not None and plan is not None:
         batch.stopper.observe(rows.slots_B, proposal.ids_BK, accepted_B, plan)
@@ -234,7 +269,30 @@ def decode_step(
     num_waiting_B = torch.zeros_like(accepted_B)
     if proposer is not None and plan is not None and plan.most > 0:
         num_waiting_B = draft_next(proposer, state, rows, plan, batch.stopper, batch.flags)
-    return StepOutput.of(judged, proposal.ids_BK, num_waiting_B)
+    return StepOutput.of(judged, proposal.ids_BK, num_waiting_B, positions_B)
+
+
+def rows_where_they_stand(rows: Rows, state: SlotState, choice: AttentionChoice) -> tuple[Rows, Tensor]:
+    """Take positions from the device, where a step that the host has not read yet may have moved them.
+
+    Requests that have ended there go on in the trash slot, at its beginning: no row needs a mask, and nothing that they
+    write is read by anybody.
+
+    Returns:
+        The rows, and the same positions with -1 for requests that have ended, int64 [B].
+    """
+    is_alive_B = state.is_alive[rows.slots_B] > 0
+    positions_B = torch.where(is_alive_B, state.lengths[rows.slots_B], -1)
+    starts_B = positions_B.clamp(min=0)
+    slots_B = torch.where(is_alive_B, rows.slots_B, state.trash_slot)
+    rows = replace(rows, slots_B=slots_B, starts_B=starts_B)
+    if rows.context_starts_B is not None:
+        rows = replace(rows, context_starts_B=torch.minimum(rows.context_starts_B, starts_B))
+    if choice.is_batched:  # bounds do, and the device is asked for nothing
+        return rows, positions_B
+    firsts_B = rows.context_starts_B
+    firsts = None if firsts_B is None else firsts_B.tolist()
+    return replace(rows, slots=slots_B.tolist(), starts=starts_B.tolist(), context_starts=firsts), positions_B
 
 
 def draft_next(

@@ -15,7 +15,7 @@ from tests.unit.engine.test_async_engine import engine_threads, read
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.request import SamplingParameters
-from paceline.engine.step import StepOutput
+from paceline.engine.step import SentOutput
 from paceline.errors import EngineDeadError, RequestError
 
 SAMPLING = SamplingParameters(max_tokens=24, ignore_eos=True)
@@ -52,15 +52,15 @@ def test_a_step_that_raises_ends_its_requests_and_the_next_ones_are_right(monkey
     target, drafter = loaded("qwen3")
     prompts = tiny_prompts([9, 4, 17, 6])
     alone = Engine(target, drafter).generate(prompts, SAMPLING)
-    original, calls = StepOutput.to_host, []
+    original, calls = SentOutput.read, []
 
-    def failing(self: StepOutput) -> Any:
+    def failing(self: SentOutput) -> Any:
         calls.append(1)
         if len(calls) == 6:
             raise ArithmeticError("the device")
         return original(self)
 
-    monkeypatch.setattr(StepOutput, "to_host", failing)
+    monkeypatch.setattr(SentOutput, "read", failing)
 
     async def whole() -> list[Any]:
         settings = EngineSettings(max_num_seqs=2)
@@ -77,14 +77,14 @@ def test_a_step_that_raises_ends_its_requests_and_the_next_ones_are_right(monkey
 def test_an_engine_that_always_fails_dies_and_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
     target, drafter = loaded()
 
-    def failing(self: StepOutput) -> Any:
+    def failing(self: SentOutput) -> Any:
         raise ArithmeticError("the device")
 
     async def whole() -> None:
         engine = AsyncEngine(lambda: Engine(target, drafter, EngineSettings(max_num_seqs=1)), canary="off")
         await engine.start()
         with monkeypatch.context() as patch:
-            patch.setattr(StepOutput, "to_host", failing)
+            patch.setattr(SentOutput, "read", failing)
             found = await asyncio.gather(*(tokens_of(engine, [5, 6, 7]) for _ in range(5)), return_exceptions=True)
         assert [isinstance(one, EngineDeadError) for one in found] == [False, False, True, True, True]
         await engine.start()

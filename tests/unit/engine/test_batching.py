@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tests.fakes import ByteTokenizer
@@ -17,6 +19,7 @@ from paceline.engine.slots import SlotState
 from paceline.trace.step import RequestTrace
 
 SETTINGS = EngineSettings(prefill_chunk_size=4, verify_method="match")
+KNOWN: dict[str, Any] = {"num_waiting": [2, 0], "rows_ahead": [0, 0]}
 
 
 def make_request(slot: int, num_prompt_tokens: int = 10, **sampling: object) -> RunningRequest:
@@ -75,9 +78,19 @@ def test_a_step_has_rows_for_the_longest_waiting_block_that_it_may_verify() -> N
     requests[0].num_waiting, requests[1].is_drafted = 2, True
     plan, flags = DraftPlan((3, 3)), StepFlags().of(requests)
     for most_drafts, num_rows in ((7, 3), (1, 2), (0, 1)):
-        batch = step_batch(requests, make_state(), SETTINGS, plan, flags=flags, most_drafts=most_drafts, stopper=None)
-        assert (batch.rows.slots, batch.rows.starts, batch.rows.num_rows) == ([1, 0], [10, 12], num_rows)
-        assert batch.rows.starts_B.tolist() == [10, 12]
+        batch = step_batch(
+            requests,
+            make_state(),
+            SETTINGS,
+            plan,
+            flags=flags,
+            most_drafts=most_drafts,
+            num_waiting=[request.num_waiting for request in requests],
+            rows_ahead=[0, 5],  # the second may be five rows further than the host knows
+            stopper=None,
+        )
+        assert (batch.rows.slots, batch.rows.starts, batch.rows.num_rows) == ([1, 0], [10, 17], num_rows)
+        assert batch.rows.starts_B.tolist() == [10, 17]
     assert (batch.flags.all_greedy, batch.writes_context, batch.verify_method, batch.plan) == (
         False,
         True,
@@ -87,10 +100,10 @@ def test_a_step_has_rows_for_the_longest_waiting_block_that_it_may_verify() -> N
     assert batch.grammar_mask_BTW is None
     assert (batch.rows.context_starts, batch.rows.context_starts_B) == (None, None)
     requests[1].held.context_start = 8
-    batch = step_batch(requests, make_state(), SETTINGS, plan, flags=flags, most_drafts=7, stopper=None)
+    batch = step_batch(requests, make_state(), SETTINGS, plan, flags=flags, most_drafts=7, stopper=None, **KNOWN)
     assert batch.rows.context_starts == [0, 8] and batch.rows.context_starts_B.tolist() == [0, 8]
     requests[1].is_drafted = False
-    batch = step_batch(requests, make_state(), SETTINGS, plan, flags=flags, most_drafts=7, stopper=None)
+    batch = step_batch(requests, make_state(), SETTINGS, plan, flags=flags, most_drafts=7, stopper=None, **KNOWN)
     assert not batch.writes_context
 
 

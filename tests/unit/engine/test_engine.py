@@ -16,7 +16,7 @@ from tests.unit.engine.replays import FlawedReplay, replaying
 import paceline.engine.loop as loop_module
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.request import RequestResult, SamplingParameters
-from paceline.engine.step import StepOutput
+from paceline.engine.step import SentOutput
 from paceline.errors import CompatibilityError, ConfigError, RequestError
 from paceline.models.loading import LoadedTarget
 from paceline.trace.acceptance import AcceptanceSummary
@@ -335,7 +335,7 @@ def test_an_interrupted_step_is_done_again(story, monkeypatch: pytest.MonkeyPatc
         if where == "forward":
             patch.setattr(target.model, "logits", interrupt, raising=True)
         elif where == "before the host":
-            patch.setattr(StepOutput, "to_host", interrupt)
+            patch.setattr(SentOutput, "read", interrupt)
         else:
             patch.setattr(loop_module.EngineLoop, "_deliver", interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -350,7 +350,7 @@ def test_an_interrupted_generate_leaves_an_empty_engine(story, monkeypatch: pyte
     target, prompt, right = story
     engine = Engine(target, None, EngineSettings(max_num_seqs=1))
     with monkeypatch.context() as patch:
-        patch.setattr(StepOutput, "to_host", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(SentOutput, "read", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             engine.generate([prompt, prompt], LONG)
     assert not engine.has_unfinished()

@@ -18,7 +18,7 @@ from paceline.engine.draft_stopper import DraftStopper
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.proposal import BlockProposer
 from paceline.engine.request import RequestResult, SamplingParameters
-from paceline.engine.step import StepOutput
+from paceline.engine.step import SentOutput
 from paceline.engine.step_cost import StepCosts, StepCostTable
 from paceline.errors import ConfigError, RequestError
 
@@ -348,7 +348,7 @@ def test_an_interrupted_step_leaves_adaptive_drafting_usable(step: int, monkeypa
     for _ in range(step):
         engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(StepOutput, "to_host", _interrupt)
+        patch.setattr(SentOutput, "read", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     while engine.has_unfinished():

@@ -25,7 +25,7 @@ from paceline.engine.proposal import Proposer, Rows
 from paceline.engine.request import SamplingParameters
 from paceline.engine.sequential_proposal import SequentialProposer
 from paceline.engine.slots import SlotState
-from paceline.engine.step import StepOutput
+from paceline.engine.step import SentOutput
 from paceline.models.attends import WholeSequence
 from paceline.models.drafters.eagle3 import Eagle3Drafter
 from paceline.models.drafters.proposal import Proposal
@@ -200,7 +200,7 @@ def test_an_interrupted_step_is_done_again(monkeypatch: pytest.MonkeyPatch, wher
         elif where == "propose":  # after the step's own rows were written
             patch.setattr(SequentialProposer, "propose", interrupt)
         elif where == "before the host":
-            patch.setattr(StepOutput, "to_host", interrupt)
+            patch.setattr(SentOutput, "read", interrupt)
         else:
             patch.setattr(loop_module.EngineLoop, "_deliver", interrupt)
         with pytest.raises(KeyboardInterrupt):

@@ -26,7 +26,7 @@ from tests.unit.engine.replays import (
 import paceline.engine.verifier as verifier
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.request import RequestResult
-from paceline.engine.step import StepOutput
+from paceline.engine.step import SentOutput
 from paceline.engine.token_state import TokenState
 from paceline.models.loading import LoadedTarget
 
@@ -224,16 +224,16 @@ def test_rules_survive_an_interruption_anywhere(target: LoadedTarget, monkeypatc
     alone = Engine(target).generate(PROMPTS, replace(sampling, logprobs=1))
     engine = with_mistakes(target, alone)
     names = [engine.add_request(prompt, replace(sampling, logprobs=1)) for prompt in PROMPTS]
-    true, num_calls = StepOutput.to_host, 0
+    true, num_calls = SentOutput.read, 0
 
-    def interrupted(self: StepOutput) -> Any:
+    def interrupted(self: SentOutput) -> Any:
         nonlocal num_calls
         num_calls += 1
         if num_calls % 3 == 1:
             raise KeyboardInterrupt
         return true(self)
 
-    monkeypatch.setattr(StepOutput, "to_host", interrupted)
+    monkeypatch.setattr(SentOutput, "read", interrupted)
     while engine.has_unfinished():
         try:
             engine.step()

@@ -15,7 +15,7 @@ from tests.unit.engine.replays import BASE, PROMPTS, check_agreement, make_targe
 
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.request import SamplingParameters
-from paceline.engine.step import StepOutput
+from paceline.engine.step import SentOutput
 from paceline.engine.structured import StructuredOutput
 from paceline.errors import ConfigError, RequestError
 
@@ -170,14 +170,14 @@ def test_a_form_survives_interruptions(monkeypatch: pytest.MonkeyPatch) -> None:
     (alone,) = Engine(target).generate([PROMPTS[0]], sampling)
     engine = with_mistakes(target, [alone])
     name = engine.add_request(PROMPTS[0], sampling)
-    calls, true = iter(range(10**6)), StepOutput.to_host
+    calls, true = iter(range(10**6)), SentOutput.read
 
-    def interrupted(self: StepOutput) -> Any:
+    def interrupted(self: SentOutput) -> Any:
         if next(calls) % 2 == 0:
             raise KeyboardInterrupt
         return true(self)
 
-    monkeypatch.setattr(StepOutput, "to_host", interrupted)
+    monkeypatch.setattr(SentOutput, "read", interrupted)
     while engine.has_unfinished():
         try:
             engine.step()

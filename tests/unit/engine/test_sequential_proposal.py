@@ -454,4 +454,4 @@ def test_halves_out_of_order_are_a_bug_of_ours() -> None:
         bench.proposer.settle(rows, one[None], one, one)
     bench.prefill(0, [5, 6])
     with pytest.raises(AssertionError, match="propose follows"):
-        bench.proposer.propose(replace(rows, num_rows=2), bench.state, all_greedy=True)
+        bench.proposer.propose(replace(rows, slots=[1]), bench.state, all_greedy=True)

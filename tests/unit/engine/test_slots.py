@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from paceline.engine import slots as slots_module
 from paceline.engine.admission import TokenLimits
 from paceline.engine.request import SamplingParameters
 from paceline.engine.slots import SamplingFlags, SlotState
@@ -79,3 +81,69 @@ def test_admission_hands_rules_and_prompt_to_the_token_state() -> None:
     rules = state.tokens.rules_of(torch.tensor([1]), flags, None)
     assert rules is not None and rules.penalties is not None
     assert rules.penalties.prompt_mask_BV.sum() == rules.penalties.presence_B.sum() == 0
+
+
+def retire(state: SlotState, slot: int, length: int, tokens: list[int], fault: int = 0) -> bool:
+    """Whether the slot's request goes on behind a step."""
+    slots = torch.tensor([slot])
+    state.retire(slots, torch.tensor([length]), torch.tensor([tokens]), torch.tensor([fault]))
+    return bool(state.is_alive[slot])
+
+
+def test_the_device_sees_the_ends_that_it_can_know_of() -> None:
+    """G20: budget, stop tokens and faults; behind any of them the slot stays dead until the host says otherwise."""
+    for length, tokens, fault, goes_on in (
+        (29, [5, -1], 0, True),
+        (30, [5, -1], 0, False),  # the last token of the budget sits at 30
+        (33, [5, -1], 0, False),
+        (20, [9, -1], 0, False),
+        (20, [4, 8], 0, False),
+        (20, [4, -1], 1, False),
+        (20, [-1, -1], 2, False),
+    ):
+        state = make_state()
+        state.admit(1, SamplingParameters(), seed=0, end=30, stop_ids=(9, 8))
+        assert retire(state, 1, length, tokens, fault) == goes_on, (length, tokens, fault)
+        assert retire(state, 1, 5, [3]) == goes_on, "the end is for good"
+        assert state.is_alive.tolist() == [1, int(goes_on), 1, 0]
+        state.restore(1, length=5, anchor=3, step=1)
+        assert state.is_alive[1] == 1
+
+
+def test_more_stops_than_fit_are_left_to_the_host() -> None:
+    for num_stops, goes_on in ((8, False), (9, True)):
+        state = make_state()
+        state.admit(0, SamplingParameters(), seed=0, stop_ids=range(10, 10 + num_stops))
+        assert retire(state, 0, 3, [12]) == goes_on
+    state.admit(0, SamplingParameters(), seed=0)  # nothing of the last owner's ends is left
+    assert retire(state, 0, 2**40, [12])
+
+
+def test_whatever_the_host_says_travels_in_one_piece_when_it_is_first_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, sent = make_state(), []
+
+    def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        sent.append(tensor.shape[0])
+        return tensor.to(device)
+
+    monkeypatch.setattr(slots_module, "to_device", to_device)
+    state.admit(2, SamplingParameters(temperature=0.5, min_p=0.25), seed=-3)
+    state.admit(0, SamplingParameters(top_p=0.5), seed=2**62)
+    state.restore(2, length=40, anchor=7, step=3)
+    assert sent == []
+    assert (state.lengths[2], state.anchors[2], state.steps[2]) == (40, 7, 3)
+    settings = state.sampling_rows(torch.tensor([2, 0]))
+    assert [each.tolist() for each in settings] == [[0.5, 0.0], [0, 0], [1.0, 0.5], [0.25, 0.0], [-3, 2**62]]
+    state.flush()
+    assert sent == [2]
+    state.restore(1, length=1, anchor=1, step=1)
+    state.flush()
+    assert sent == [2, 1]
+
+
+def test_restoring_one_slot_leaves_what_the_device_knows_of_others() -> None:
+    state = make_state()
+    state.lengths[0], state.anchors[0] = 77, 6
+    state.store_proposal(torch.tensor([0]), Proposal(torch.tensor([[4, 5]])))
+    state.restore(1, length=9, anchor=2, step=1)
+    assert (state.lengths[0], state.anchors[0], state.draft_ids[0].tolist()) == (77, 6, [4, 5])

@@ -96,6 +96,47 @@ def test_every_count_of_accepted_drafts_commits_exactly_the_kept_rows() -> None:
         assert follows == text[num_right + 2 : num_right + 6]
 
 
+@pytest.mark.parametrize("choice", [ROW_INVARIANT, BATCHED, AttentionChoice(is_batched=False, is_row_invariant=False)])
+@torch.inference_mode()
+def test_rows_of_a_request_that_has_ended_write_to_block_0_alone(choice: AttentionChoice) -> None:
+    """I9, G3: the device may see an end before the host does; the step that is launched meanwhile must not be felt."""
+    prompts = tiny_prompts([9, 12, 6])
+    alone = Bench(*loaded(), choice)
+    bench = Bench(*loaded(), choice)
+    for slot, prompt in enumerate(prompts):
+        bench.prefill(slot, prompt)
+        alone.prefill(slot, prompt)
+    bench.state.is_alive[1] = 0
+    before = [state.clone() for state in (bench.state.lengths, bench.state.anchors, bench.state.draft_ids)]
+    first, dead, last = bench.step([0, 1, 2], 4)
+    assert dead.position == -1 and (first.position, last.position) == (9, 6)
+    for state, old in zip((bench.state.lengths, bench.state.anchors, bench.state.draft_ids), before, strict=True):
+        assert torch.equal(state[1], old[1])
+    for cache in (bench.cache, bench.context):
+        for layer in range(cache.planes.shape[0]):
+            keys, values = cache.context(layer, 1, 64)
+            length = 12
+            assert not keys[:, :, length:].any() and not values[:, :, length:].any()
+        assert not cache.planes[:, :, :, 0, 0].any(), "the row of zeros stays"
+    others = alone.step([0, 2], 4)
+    assert [one.token_ids for one in (first, last)] == [one.token_ids for one in others]
+
+
+@torch.inference_mode()
+def test_a_step_starts_where_the_device_stands_whatever_the_host_last_knew() -> None:
+    prompt = tiny_prompts([9])[0]
+    text = plain_text(prompt, 6)
+    bench = Bench(*loaded())
+    bench.prefill(0, prompt)
+    for index, behind in enumerate((0, 1, 2, 3)):
+        rows = Rows([0], torch.tensor([0]), [9 + index - behind + 8], torch.tensor([9 + index - behind]), 1)
+        batch = StepBatch(rows, GREEDY, writes_context=True)
+        (step,) = decode_step(
+            bench.target.model, bench.proposer, bench.cache, bench.state, bench.choice, batch
+        ).to_host()
+        assert (step.position, step.token_ids) == (9 + index, [text[index + 1]])
+
+
 @torch.inference_mode()
 def test_both_caches_hold_the_same_bits_as_after_plain_decoding() -> None:
     prompt = tiny_prompts([9])[0]
@@ -285,9 +326,11 @@ def test_output_reaches_the_host_in_one_piece() -> None:
         draft_ids_BK=torch.tensor([[5, 9], [3, -1]]),
         num_zero_q_B=torch.tensor([0, 2]),
         num_waiting_B=torch.tensor([3, 0]),
+        positions_B=torch.tensor([17, -1]),
     )
     first, second = output.to_host()
     assert (first.num_waiting, second.num_waiting) == (3, 0)
+    assert (first.position, second.position) == (17, -1)
     assert (first.token_ids, first.draft_ids, first.is_bad, first.num_zero_q) == ([5, 6], (5, 9), False, 0)
     assert (second.token_ids, second.draft_ids, second.fault, second.num_zero_q) == ([], (3,), 2, 2)
     assert first.logprobs == {}

@@ -1,0 +1,45 @@
+"""Moving small tensors between host and device without making either wait; on a CPU nothing moves at all."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Send a tensor of the host to a device, behind what is queued there.
+
+    The host's memory is pinned for that, and not given to anybody else before the copy is done, whatever becomes of
+    `tensor`: torch keeps pinned memory back until the copies from it have ended.
+
+    Args:
+        tensor: on the CPU.
+        device: where to.
+    """
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class HostCopy:
+    """A copy of a device's tensor on its way to the host.
+
+    Args:
+        tensor: on any device; what is queued there when this is made is what counts.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if tensor.device.type != "cuda":
+            self._tensor = tensor
+            return
+        self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._tensor.copy_(tensor, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def wait(self) -> Tensor:
+        """Wait until it has arrived, not for what was queued behind it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensor
