@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 _MOST_PLACES = 8  # requests at the same time
 _OBEYED = (
     *("model", "draft_model", "spec_tokens", "max_model_len", "dtype", "device", "linear_mode", "threads", "offline"),
-    *("max_tokens", "temperature", "seed", "ignore_eos", "n", "system", "raw"),
+    *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "n", "ignore_eos", "stop_token_ids"),
+    *("system", "raw"),
     *("tensor_parallel_size", "pipeline_parallel_size", "pipeline_cuts"),
 )
 
@@ -99,7 +100,7 @@ def refuse_what_is_not_obeyed(run: GenerateRun) -> None:
     if ignored:
         raise ConfigError(
             f"over several processes {', '.join(ignored)} {'is' if len(ignored) == 1 else 'are'} not obeyed",
-            hint="temperature and seed choose tokens there; everything else works in one process",
+            hint="temperature, top-k, top-p, min-p and seed choose tokens there; in one process the others work, too",
         )
 
 
@@ -140,6 +141,10 @@ def _requests(run: GenerateRun, encoded: Sequence[Sequence[int]], first_seed: in
             tuple(ids),
             max_tokens=run.max_tokens,
             temperature=run.temperature,
+            top_k=run.top_k,
+            top_p=run.top_p,
+            min_p=run.min_p,
+            stop_token_ids=frozenset(run.stop_token_ids),
             seed=(first_seed + index) % 2**63,
             ignore_eos=run.ignore_eos,
         )

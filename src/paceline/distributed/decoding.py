@@ -27,9 +27,9 @@ from paceline.distributed.plan import Plan, hear, tell
 from paceline.distributed.sharding import share_of, vocabulary_shard
 from paceline.distributed.stage_pass import StagePass
 from paceline.distributed.world import OtherRankFailedError
+from paceline.engine.slots import SamplingRows
 from paceline.errors import EXIT_FAILED
 from paceline.models.stepwise import StepwiseContext
-from paceline.ops.target_distribution import effective_temperature
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,7 @@ class Decoder:
                 rows,
                 counts=counts,
                 new_places=new,
-                temperatures=[effective_temperature(one.temperature) if one else 0.0 for one in running],
-                seeds=[one.seed if one else 0 for one in running],
+                requests=running,
             )
             self._tell(plan)
             for number in new:
@@ -167,10 +166,10 @@ class Decoder:
             self._pass.logits(hidden_BTD).flatten(0, 1),
             vocabulary_shard(self._contract, self._mesh.tensor),
             self._mesh.tensor,
-            temperature_R=plan.temperature_B.float().to(device).repeat_interleave(num_rows),
-            seed_R=plan.seed_B.to(device).repeat_interleave(num_rows),
+            sampling=SamplingRows(*(rows_B.to(device).repeat_interleave(num_rows) for rows_B in plan.sampling)),
             position_R=position_BT.flatten(),
             all_greedy=plan.all_greedy,
+            is_truncated=plan.is_truncated,
         )
         return own_ids_R.view(token_ids_BT.shape), taps
 

@@ -17,7 +17,6 @@ from paceline.engine.attends import AttentionChoice
 from paceline.engine.block_tables import BlockTables
 from paceline.engine.make_proposer import make_proposer, spare_positions_of
 from paceline.engine.proposal import Proposer, Rows
-from paceline.engine.sampling import SamplingParameters
 from paceline.engine.settings import EngineSettings
 from paceline.engine.slots import SlotState
 from paceline.models.loading import LoadedDrafter, LoadedTarget
@@ -52,8 +51,7 @@ class Drafting:
 
     def begin(self, number: int, place: Place) -> None:
         """A place changes hands."""
-        sampling = SamplingParameters(temperature=place.request.temperature, seed=place.request.seed)
-        self._state.admit(number, sampling, place.request.seed)
+        self._state.admit(number, place.request.sampling(), place.request.seed)
 
     @torch.no_grad()
     def follow(

@@ -83,13 +83,19 @@ class TensorGroup:
             summed = partial.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(summed, group=self.group)
             return summed
-        parts = [torch.empty_like(partial, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        dist.all_gather(parts, partial.contiguous(), group=self.group)
-        first, *others = parts
+        first, *others = self.gathered(partial)
         total = first.float()
         for other in others:
             total = total + other
         return total.to(partial.dtype)
+
+    def gathered(self, own: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, in their order; all of one shape and dtype."""
+        if self.size == 1:
+            return [own]
+        parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        dist.all_gather(parts, own.contiguous(), group=self.group)
+        return parts
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,11 @@ class DecodeRequest:
         prompt_ids: at least one.
         max_tokens: most tokens to generate.
         temperature: 0 takes the most likely token.
+        top_k: sample among the k most likely tokens; 0 keeps all.
+        top_p: sample among the most likely tokens that hold this mass.
+        min_p: drop tokens below this share of the most likely one's probability.
         seed: of the noise; the same seed gives the same tokens with and without drafts.
+        stop_token_ids: end the request, besides the target's own.
         is_drafted: whether a drafter, where there is one, works for it.
         ignore_eos: go past the target's own stop tokens.
     """
@@ -37,9 +41,23 @@ class DecodeRequest:
     prompt_ids: tuple[int, ...]
     max_tokens: int = 128
     temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
     seed: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
     is_drafted: bool = True
     ignore_eos: bool = False
+
+    def sampling(self) -> SamplingParameters:
+        """How tokens are chosen, as the engine has it.
+
+        Raises:
+            RequestError: a value is impossible.
+        """
+        return SamplingParameters(
+            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, seed=self.seed
+        )
 
 
 @dataclass(frozen=True)
@@ -175,8 +193,9 @@ class Places:
         reason: Literal["stop", "length", "error"] | None = None
         if new[-1] == NO_TOKEN:
             new, reason = new[:-1], "error"
-        stop = next((at for at, token in enumerate(new) if token in self._stops), None)
-        if stop is not None and not place.request.ignore_eos:
+        stops = place.request.stop_token_ids if place.request.ignore_eos else self._stops | place.request.stop_token_ids
+        stop = next((at for at, token in enumerate(new) if token in stops), None)
+        if stop is not None:
             new, reason = new[: stop + 1], "stop"
         place.text += new
         place.steps.append((len(drafts), min(accepted, len(new)), accepted, len(new)))
@@ -200,4 +219,4 @@ def _check(index: int, request: DecodeRequest, vocab_size: int, max_model_len: i
     outside = [token for token in request.prompt_ids if not 0 <= token < vocab_size]
     if outside:
         raise RequestError(f"request {index} holds the token {outside[0]}; the target has ids 0 to {vocab_size - 1}")
-    SamplingParameters(temperature=request.temperature, seed=request.seed)  # refuses what is impossible
+    request.sampling()  # refuses what is impossible

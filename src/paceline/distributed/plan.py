@@ -16,9 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.distributed.places import DecodeRequest
+from paceline.engine.slots import SamplingRows
+from paceline.ops.target_distribution import effective_temperature
+
 PlanKind = Literal["run", "end", "failed"]
 _KINDS: tuple[PlanKind, ...] = ("run", "end", "failed")
-_NUM_COLUMNS = 4  # before the tokens: count, whether new, temperature's bits, seed
+_NUM_COLUMNS = 7  # before the tokens: count, whether new, seed, top-k; bits of temperature, top-p and min-p
 
 
 @dataclass(frozen=True)
@@ -29,28 +33,33 @@ class Plan:
         kind: whether there is a pass at all.
         counts_B: int64, rows of the pass before that count.
         is_new_B: bool, places that are emptied before this pass.
-        temperature_B: float64, effective; below 1e-5 is greedy.
-        seed_B: int64.
+        sampling: as `DecodeRequest` has it, temperatures effective.
         token_ids_BT: int64; rows past a place's own hold 0, and count for nothing.
     """
 
     kind: PlanKind
     counts_B: Tensor
     is_new_B: Tensor
-    temperature_B: Tensor
-    seed_B: Tensor
+    sampling: SamplingRows
     token_ids_BT: Tensor
 
     @property
     def all_greedy(self) -> bool:
         """Whether no place samples."""
-        return not bool((self.temperature_B > 0).any())
+        return not bool((self.sampling.temperature_B > 0).any())
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether some place has a top-k, top-p or min-p."""
+        _, top_k_B, top_p_B, min_p_B, _ = self.sampling
+        return bool(((top_k_B > 0) | (top_p_B < 1) | (min_p_B > 0)).any())
 
     @staticmethod
     def closing(kind: PlanKind, num_places: int) -> Plan:
         """The last message of a run; nothing is committed any more."""
         none_B = torch.zeros(num_places, dtype=torch.int64)
-        return Plan(kind, none_B, none_B.bool(), none_B.double(), none_B, none_B.new_zeros(num_places, 0))
+        settings = SamplingRows(none_B.float(), none_B, none_B.float(), none_B.float(), none_B)
+        return Plan(kind, none_B, none_B.bool(), settings, none_B.new_zeros(num_places, 0))
 
     @staticmethod
     def of_rows(
@@ -58,10 +67,16 @@ class Plan:
         *,
         counts: Sequence[int],
         new_places: Sequence[int],
-        temperatures: Sequence[float],
-        seeds: Sequence[int],
+        requests: Sequence[DecodeRequest | None],
     ) -> Plan:
-        """A pass over the rows of every place."""
+        """A pass over the rows of every place.
+
+        Args:
+            rows: by place.
+            counts: rows of the pass before that count, by place.
+            new_places: that change hands before this pass.
+            requests: by place; None where nothing runs.
+        """
         ids_BT = torch.zeros(len(rows), max(len(row) for row in rows), dtype=torch.int64)
         for place, row in enumerate(rows):
             ids_BT[place, : len(row)] = torch.tensor(row, dtype=torch.int64)
@@ -71,10 +86,21 @@ class Plan:
             "run",
             torch.tensor(list(counts), dtype=torch.int64),
             is_new_B,
-            torch.tensor(list(temperatures), dtype=torch.float64),
-            torch.tensor(list(seeds), dtype=torch.int64),
+            _sampling_of(requests),
             ids_BT,
         )
+
+
+def _sampling_of(requests: Sequence[DecodeRequest | None]) -> SamplingRows:
+    """Settings by place, as an engine's slots hold them."""
+    some = [request if request is not None else DecodeRequest(()) for request in requests]
+    return SamplingRows(
+        torch.tensor([effective_temperature(one.temperature) for one in some], dtype=torch.float32),
+        torch.tensor([min(one.top_k, 2**31) for one in some], dtype=torch.int64),
+        torch.tensor([one.top_p for one in some], dtype=torch.float32),
+        torch.tensor([one.min_p for one in some], dtype=torch.float32),
+        torch.tensor([one.seed for one in some], dtype=torch.int64),
+    )
 
 
 def tell(plan: Plan, max_rows: int, decider: int) -> None:
@@ -88,7 +114,9 @@ def tell(plan: Plan, max_rows: int, decider: int) -> None:
     num_places, num_rows = plan.token_ids_BT.shape
     message = torch.zeros(num_places + 1, _NUM_COLUMNS + max_rows, dtype=torch.int64)
     message[0, 0], message[0, 1] = _KINDS.index(plan.kind), num_rows
-    columns = (plan.counts_B, plan.is_new_B.long(), plan.temperature_B.view(torch.int64), plan.seed_B)
+    temperature_B, top_k_B, top_p_B, min_p_B, seed_B = plan.sampling
+    bits = [numbers_B.view(torch.int32).long() for numbers_B in (temperature_B, top_p_B, min_p_B)]
+    columns = (plan.counts_B, plan.is_new_B.long(), seed_B, top_k_B, *bits)
     message[1:, :_NUM_COLUMNS] = torch.stack(columns, dim=1)
     message[1:, _NUM_COLUMNS : _NUM_COLUMNS + num_rows] = plan.token_ids_BT
     dist.broadcast(message, decider)
@@ -104,13 +132,13 @@ def hear(num_places: int, max_rows: int, decider: int) -> Plan:
     """
     message = torch.zeros(num_places + 1, _NUM_COLUMNS + max_rows, dtype=torch.int64)
     dist.broadcast(message, decider)
-    counts_B, is_new_B, bits_B, seed_B = message[1:, :_NUM_COLUMNS].unbind(1)
+    counts_B, is_new_B, seed_B, top_k_B, *bits = message[1:, :_NUM_COLUMNS].unbind(1)
+    temperature_B, top_p_B, min_p_B = (bits_B.int().view(torch.float32) for bits_B in bits)
     num_rows = int(message[0, 1])
     return Plan(
         _KINDS[int(message[0, 0])],
         counts_B,
         is_new_B.bool(),
-        bits_B.contiguous().view(torch.float64),
-        seed_B,
+        SamplingRows(temperature_B, top_k_B, top_p_B, min_p_B, seed_B),
         message[1:, _NUM_COLUMNS : _NUM_COLUMNS + num_rows],
     )

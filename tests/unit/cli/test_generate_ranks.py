@@ -85,10 +85,10 @@ def test_torchrun_itself(folder: Path) -> None:
     assert len(json.loads(done.stdout)["results"]) == 2
 
 
-@pytest.mark.parametrize("name", ["top_p", "stop", "json_object", "compare", "verify_method", "min_tokens"])
+@pytest.mark.parametrize("name", ["bad_words", "stop", "json_object", "compare", "verify_method", "min_tokens"])
 def test_what_is_not_obeyed_is_refused(name: str) -> None:
     values = {
-        "top_p": 0.5,
+        "bad_words": ("x",),
         "stop": ("x",),
         "json_object": True,
         "compare": True,
@@ -101,7 +101,7 @@ def test_what_is_not_obeyed_is_refused(name: str) -> None:
 
 
 def test_what_is_obeyed() -> None:
-    refuse_what_is_not_obeyed(GenerateRun(model="m", pipeline_parallel_size=2, temperature=0.5, seed=3, n=4))
+    refuse_what_is_not_obeyed(GenerateRun(model="m", pipeline_parallel_size=2, temperature=0.5, seed=3, n=4, top_p=0.5))
     refuse_what_is_not_obeyed(GenerateRun(model="m", draft_model="d", verify_method="coupled", spec_tokens=3))
 
 

@@ -61,7 +61,7 @@ REQUESTS = (
     DecodeRequest((5, 6, 7), max_tokens=10),
     DecodeRequest(tuple(range(20, 43)), max_tokens=9, temperature=0.9, seed=11),
     DecodeRequest((9,), max_tokens=10, is_drafted=False),
-    DecodeRequest((100, 101, 102, 103, 104), max_tokens=12, temperature=0.7, seed=3),
+    DecodeRequest((100, 101, 102, 103, 104), max_tokens=12, temperature=0.7, top_p=0.9, seed=3),
 )
 DEEP, DEEP_BLOCK = 32, 8
 Case = Mapping[str, Any]  # `drafter`, and fields of DecodeSettings; `fault` names one of FAULTS

@@ -15,12 +15,21 @@ from paceline.distributed.choosing import choose_ids
 from paceline.distributed.mesh import Layout, Mesh, TensorGroup
 from paceline.distributed.sharding import vocabulary_shard
 from paceline.distributed.world import World
+from paceline.engine.slots import SamplingRows
 from paceline.ops.noise import hash32
 from paceline.ops.sample_tokens import NO_TOKEN, sample_tokens
 from paceline.ops.sharded_top_k import IdRange, VocabularyShard
+from paceline.ops.target_distribution import process_logits
 from paceline.training.ranks import Ranks
 
 VOCAB, ROWS = 21, 64  # an odd vocabulary: the second rank has fewer ids
+
+
+KINDS = {
+    "greedy": {"is_greedy": True},
+    "sampled": {"is_greedy": False},
+    "truncated": {"is_greedy": False, "is_truncated": True},
+}
 
 
 def logits() -> Tensor:
@@ -31,18 +40,26 @@ def logits() -> Tensor:
     return found
 
 
-def rows_of(shard: VocabularyShard, tensor: TensorGroup, *, is_greedy: bool) -> Tensor:
-    (ids,) = shard.ranges
+def settings(*, is_greedy: bool, is_truncated: bool) -> SamplingRows:
     temperature_R = torch.full((ROWS,), 0.0 if is_greedy else 0.8)
     temperature_R[10:20] = 0.0
+    none_R = torch.zeros(ROWS)
+    sampling = SamplingRows(temperature_R, none_R.long(), none_R + 1.0, none_R.clone(), torch.arange(ROWS) * 7)
+    if is_truncated:
+        sampling.top_k_B[20:40], sampling.top_p_B[30:50], sampling.min_p_B[45:] = 6, 0.6, 0.2
+    return sampling
+
+
+def rows_of(shard: VocabularyShard, tensor: TensorGroup, *, is_greedy: bool, is_truncated: bool = False) -> Tensor:
+    (ids,) = shard.ranges
     return choose_ids(
         logits()[:, ids.first_id : ids.end_id],
         shard,
         tensor,
-        temperature_R=temperature_R,
-        seed_R=torch.arange(ROWS) * 7,
+        sampling=settings(is_greedy=is_greedy, is_truncated=is_truncated),
         position_R=torch.arange(ROWS) % 9,
         all_greedy=is_greedy,
+        is_truncated=is_truncated,
     )
 
 
@@ -52,7 +69,7 @@ def choose_on_rank(ranks: Ranks) -> dict[str, Any]:
     contract = kimi_contract(k3_tiny_config(vocab_size=VOCAB))
     mesh = Mesh.of(World(ranks.rank, ranks.size, ranks.device), Layout((), ranks.size), contract.num_layers)
     shard = vocabulary_shard(contract, mesh.tensor)
-    found = {kind: rows_of(shard, mesh.tensor, is_greedy=kind == "greedy") for kind in ("greedy", "sampled")}
+    found = {kind: rows_of(shard, mesh.tensor, **options) for kind, options in KINDS.items()}
 
     def counted_from_the_shard(seed: Tensor, position: Tensor, ids: Tensor, domain: int) -> Tensor:
         return hash32(seed, position, ids - ids[0], domain)
@@ -66,19 +83,29 @@ def choose_on_rank(ranks: Ranks) -> dict[str, Any]:
 def test_several_ranks_choose_as_one(size: int, tmp_path: Any) -> None:
     found = values(run_ranks(choose_on_rank, tmp_path / "run", size=size))
     whole = VocabularyShard(VOCAB, (IdRange(0, 0, VOCAB),))
-    for kind in ("greedy", "sampled"):
-        alone = rows_of(whole, TensorGroup(), is_greedy=kind == "greedy")
+    for kind, options in KINDS.items():
+        alone = rows_of(whole, TensorGroup(), **options)
         assert all(torch.equal(rank[kind], alone) for rank in found)
         assert alone[[0, 1, 3]].tolist() == [NO_TOKEN] * 3 and int(alone[4]) >= 11 and int(alone[5]) < 11
     assert not torch.equal(found[0]["own ids"], found[0]["sampled"]), "noise of an id is its own, wherever it is held"
 
 
 def test_one_rank_chooses_as_a_process_without_ranks() -> None:
-    temperature_R = torch.full((ROWS,), 0.8)
-    temperature_R[10:20] = 0.0
-    processed = logits() / torch.where(temperature_R > 0, temperature_R, 1.0).unsqueeze(1)
+    sampling = settings(is_greedy=False, is_truncated=True)
+    processed = process_logits(
+        logits(),
+        temperature_R=sampling.temperature_B,
+        top_k_R=sampling.top_k_B,
+        top_p_R=sampling.top_p_B,
+        min_p_R=sampling.min_p_B,
+    )
     expected = sample_tokens(
-        processed, temperature_R=temperature_R, seed_R=torch.arange(ROWS) * 7, position_R=torch.arange(ROWS) % 9
+        processed,
+        temperature_R=sampling.temperature_B,
+        seed_R=sampling.seed_B,
+        position_R=torch.arange(ROWS) % 9,
     )
     whole = VocabularyShard(VOCAB, (IdRange(0, 0, VOCAB),))
-    assert torch.equal(rows_of(whole, TensorGroup(), is_greedy=False), expected)
+    found = rows_of(whole, TensorGroup(), is_greedy=False, is_truncated=True)
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, rows_of(whole, TensorGroup(), is_greedy=False))

@@ -96,6 +96,9 @@ def test_a_stop_token_ends_a_request_within_a_block() -> None:
     (found,) = run([request], draft=lambda place: [after(place.text), 9, 9], follows=stopping)
     assert found.finish_reason == "stop" and len(found.token_ids) == 6 and found.token_ids[-1] == 2
     assert sum(step[3] for step in found.steps) == 6 and all(step[1] <= step[2] <= step[0] for step in found.steps)
+    own = DecodeRequest((5, 6), max_tokens=20, ignore_eos=True, stop_token_ids=frozenset({after([5, 6])}))
+    (found,) = run([own])
+    assert found.finish_reason == "stop" and found.token_ids == (after([5, 6]),)
     (found,) = run([DecodeRequest((5, 6), max_tokens=8, ignore_eos=True)], follows=stopping)
     assert found.finish_reason == "length" and found.token_ids[5] == 2
 

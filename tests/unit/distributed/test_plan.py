@@ -9,14 +9,24 @@ import torch
 from torch import Tensor
 
 from paceline.distributed import plan as module
+from paceline.distributed.places import DecodeRequest
 from paceline.distributed.plan import Plan, hear, tell
 
 PLACES, MOST_ROWS = 3, 9
 PLANS = {
     "prompt": Plan.of_rows(
-        [[5] * 9, [], [7, 8]], counts=[0, 4, 1], new_places=[0, 2], temperatures=[0.7, 0.0, 1e-5], seeds=[-5, 0, 2**62]
+        [[5] * 9, [], [7, 8]],
+        counts=[0, 4, 1],
+        new_places=[0, 2],
+        requests=[
+            DecodeRequest((5,), temperature=0.7, seed=-5, top_k=2**40),
+            None,
+            DecodeRequest((5,), temperature=1e-7, seed=2**62, min_p=0.1),
+        ],
     ),
-    "block": Plan.of_rows([[5, 6, 7], [9], []], counts=[3, 0, 1], new_places=[], temperatures=[0.0] * 3, seeds=[0] * 3),
+    "block": Plan.of_rows(
+        [[5, 6, 7], [9], []], counts=[3, 0, 1], new_places=[], requests=[DecodeRequest((5,)), None, None]
+    ),
     "end": Plan.closing("end", PLACES),
     "failed": Plan.closing("failed", PLACES),
 }
@@ -44,15 +54,18 @@ def test_what_is_told_is_heard(name: str, wire: list[Tensor]) -> None:
     tell(told, MOST_ROWS, decider=0)
     heard: Any = hear(PLACES, MOST_ROWS, decider=0)
     assert heard.kind == told.kind
-    for field in ("counts_B", "is_new_B", "temperature_B", "seed_B", "token_ids_BT"):
+    for field in ("counts_B", "is_new_B", "token_ids_BT"):
         assert torch.equal(getattr(heard, field), getattr(told, field)), field
+    for one, other in zip(heard.sampling, told.sampling, strict=True):
+        assert torch.equal(one, other) and one.dtype == other.dtype
     assert heard.all_greedy == (name != "prompt")
+    assert name not in ("prompt", "block") or heard.is_truncated == (name == "prompt")
 
 
 def test_every_step_has_a_message_of_one_shape(wire: list[Tensor]) -> None:
     for told in PLANS.values():
         tell(told, MOST_ROWS, decider=0)
-    assert {message.shape for message in wire} == {(PLACES + 1, 4 + MOST_ROWS)}
+    assert {message.shape for message in wire} == {(PLACES + 1, 7 + MOST_ROWS)}
 
 
 def test_rows_of_different_lengths_are_filled_up() -> None:
