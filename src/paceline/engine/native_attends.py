@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.engine.cache import KeyValueCache
-from paceline.ops.native.attention import LARGEST_HEAD, BlockedAttention
+from paceline.ops.native.attention import LARGEST_HEAD, BlockedAttention, InLayer
 
 
 def can_attend(cache: KeyValueCache) -> bool:
@@ -22,7 +22,7 @@ def can_attend(cache: KeyValueCache) -> bool:
     return planes.dtype == torch.bfloat16 and planes.shape[-1] % 2 == 0 and planes.shape[-1] <= LARGEST_HEAD
 
 
-class CausalNative:
+class CausalNative(InLayer):
     """Rows of causal models: each sees what is stored and the rows of its request up to itself, and is stored.
 
     Args:
@@ -57,16 +57,21 @@ class CausalNative:
             end=max(starts) + num_rows,
             write_rows_BT=cache.tables.rows_of(slots_B, positions_BT),
         )
+        self.num_threads = self._attend.num_threads
+
+    def in_layer(self, layer: int) -> int:
+        return self._attend.in_layer(layer, *self._seen_in(layer))
 
     def __call__(
         self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor, *, sink_N: Tensor | None = None
     ) -> Tensor:
-        window = None if self._windows is None else self._windows[layer]
-        lows_BT, highs_BT = self._spans.of(window, is_causal=True)
-        return self._attend(layer, q_BTNH, k_BTMH, v_BTMH, lows_BT, highs_BT, sink_N=sink_N)
+        return self._attend(layer, q_BTNH, k_BTMH, v_BTMH, *self._seen_in(layer), sink_N=sink_N)
+
+    def _seen_in(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._spans.of(None if self._windows is None else self._windows[layer], is_causal=True)
 
 
-class BlockNative:
+class BlockNative(InLayer):
     """Rows of draft blocks: each sees the context and rows of its block, and stays out of the cache.
 
     Args:
@@ -104,12 +109,18 @@ class BlockNative:
             end=max_length + num_rows,
             write_rows_BT=None,
         )
+        self.num_threads = self._attend.num_threads
+
+    def in_layer(self, layer: int) -> int:
+        return self._attend.in_layer(layer, *self._seen_in(layer))
 
     def __call__(
         self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor, *, sink_N: Tensor | None = None
     ) -> Tensor:
-        lows_BQ, highs_BQ = self._spans.of(self._windows[layer], is_causal=self._causal[layer])
-        return self._attend(layer, q_BTNH, k_BTMH, v_BTMH, lows_BQ, highs_BQ, sink_N=sink_N)
+        return self._attend(layer, q_BTNH, k_BTMH, v_BTMH, *self._seen_in(layer), sink_N=sink_N)
+
+    def _seen_in(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._spans.of(self._windows[layer], is_causal=self._causal[layer])
 
 
 class Spans:

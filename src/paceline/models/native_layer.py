@@ -1,4 +1,4 @@
-"""A decoder layer through the native operations: six calls, and nothing between them that is as large as a row.
+"""A decoder layer through the native operations: one call where attention is native as well, else some six.
 
 What it computes is what `DecoderLayer` and `ConvolvedLayer` compute, rounded less often.
 
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
+from paceline.ops.native.attention import InLayer
+from paceline.ops.native.layer import LayerCall
 from paceline.ops.native.rows import NativeWeight, convolve, linear, norm, turn_heads_
 
 if TYPE_CHECKING:
@@ -30,7 +32,11 @@ class NativeConvolution(NamedTuple):
 
 
 class NativeLayer(NamedTuple):
-    """Sizes and weights of a layer, in the order in which they are used."""
+    """Sizes and weights of a layer, in the order in which they are used.
+
+    Attributes:
+        whole: all of it in one call; None for a layer with convolutions.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -43,6 +49,7 @@ class NativeLayer(NamedTuple):
     mlp_gain_D: Tensor
     gate_up: NativeWeight
     down: NativeWeight
+    whole: LayerCall | None
     attention_convolution: NativeConvolution | None = None
     mlp_convolution: NativeConvolution | None = None
 
@@ -58,18 +65,32 @@ def native_layer(input_norm: RMSNorm, attention: SelfAttention, mlp_norm: RMSNor
     qk_gains = None
     if attention.q_norm is not None and attention.k_norm is not None:
         qk_gains = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
+    gains = input_norm.weight.detach(), mlp_norm.weight.detach()
+    whole = LayerCall(
+        qkv=qkv,
+        o=o,
+        gate_up=gate_up,
+        down=down,
+        gains=gains,
+        qk_gains=qk_gains,
+        num_heads=attention.num_heads,
+        num_kv_heads=attention.num_kv_heads,
+        head_size=attention.head_size,
+        eps=input_norm.eps,
+    )
     return NativeLayer(
         num_heads=attention.num_heads,
         num_kv_heads=attention.num_kv_heads,
         head_size=attention.head_size,
         eps=input_norm.eps,
-        input_gain_D=input_norm.weight.detach(),
+        input_gain_D=gains[0],
         qkv=qkv,
         qk_gains=qk_gains,
         o=o,
-        mlp_gain_D=mlp_norm.weight.detach(),
+        mlp_gain_D=gains[1],
         gate_up=gate_up,
         down=down,
+        whole=whole,
     )
 
 
@@ -81,6 +102,8 @@ def run_native(
     Arguments are those of `DecoderLayer`, and for a layer with convolutions those of `ConvolvedLayer`; channels are
     turned in halves.
     """
+    if native.whole is not None and isinstance(attend, InLayer):
+        return native.whole(x_BTD, rows, attend, layer)
     eps = native.eps
     by_kind = (native.num_heads, native.num_kv_heads, native.num_kv_heads)
     around_attention, around_mlp = native.attention_convolution, native.mlp_convolution

@@ -107,7 +107,7 @@ class ConvolvedLayer(nn.Module):
         native = native_layer(self.input_layernorm, self.self_attn, self.post_attention_layernorm, self.mlp)
         if native is None:
             return None
-        return native._replace(attention_convolution=around_attention, mlp_convolution=around_mlp)
+        return native._replace(whole=None, attention_convolution=around_attention, mlp_convolution=around_mlp)
 
     def forward(
         self,

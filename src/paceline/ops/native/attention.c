@@ -4,31 +4,10 @@
    request b sees positions lows[b, t] to highs[b, t] - 1 and no other, to the bit: nothing else is multiplied by 0.
    Scores are summed along the head, weights by position modulo 16, values by position: a row's bits are its own,
    whatever its neighbours, and wherever its keys lie. M key/value heads, G query heads for each of them. */
-#include "common.h"
+#include "layers.h"
 
-#define ROW_TILE 24 /* query rows that share a transposed group of keys */
 #define VALUE_TILE 4
 #define LARGEST_HEAD 1024
-
-typedef struct {
-    const bfloat *q;
-    int64_t q_stride;
-    const bfloat *new_k, *new_v;
-    int64_t new_stride;
-    bfloat *keys, *values;
-    int64_t head_stride;
-    const int32_t *table;
-    int64_t table_stride, block_size;
-    const int64_t *slots, *lengths, *write_rows;
-    const int32_t *lows, *highs;
-    const float *sinks;
-    bfloat *y;
-    int64_t num_requests, num_rows, num_heads, num_kv_heads, head_size;
-    float scale;
-    float *scratch;
-    int64_t scratch_stride; /* floats of one query row's weights: positions, filled up to whole groups. A thread has as
-                               many as ROW_TILE such rows, and pointers to keys and to values behind them. */
-} Attention;
 
 /* Where a head's keys and values at positions least to most - 1 lie: one walk over the blocks, without a division. */
 static void find_rows(
@@ -192,8 +171,8 @@ static float soften(float *scores, int64_t low, int64_t high, float scale, const
 /* Query rows first to first + count - 1 of a key/value head; a row is (token, head of the group), tokens outside. */
 static void attend_tile(const Attention *a, int64_t request, int64_t head, int64_t first, int64_t count, float *scratch) {
     int64_t group = a->num_heads / a->num_kv_heads, num_pairs = a->head_size / 2;
-    const bfloat *q[ROW_TILE];
-    int64_t low[ROW_TILE], high[ROW_TILE], least = INT64_MAX, most = 0;
+    const bfloat *q[QUERY_TILE];
+    int64_t low[QUERY_TILE], high[QUERY_TILE], least = INT64_MAX, most = 0;
     for (int64_t r = 0; r < count; r++) {
         int64_t token = request * a->num_rows + (first + r) / group;
         q[r] = a->q + token * a->q_stride + (head * group + (first + r) % group) * a->head_size;
@@ -201,7 +180,7 @@ static void attend_tile(const Attention *a, int64_t request, int64_t head, int64
         if (low[r] < least) least = low[r];
         if (high[r] > most) most = high[r];
     }
-    const bfloat **keys = (const bfloat **)(scratch + ROW_TILE * a->scratch_stride);
+    const bfloat **keys = (const bfloat **)(scratch + QUERY_TILE * a->scratch_stride);
     const bfloat **values = keys + a->scratch_stride;
     find_rows(a, request, head, least, most, keys, values);
     uint32_t pairs[LARGEST_HEAD / 2 * LANES];
@@ -265,22 +244,24 @@ static void keep_rows(const Attention *a, int64_t request, int64_t head) {
     }
 }
 
-void paceline_attend(const Attention *given, int32_t num_threads) {
-    Attention a = *given;
-    int64_t rows = a.num_heads / a.num_kv_heads * a.num_rows, num_tiles = (rows + ROW_TILE - 1) / ROW_TILE;
-    int64_t num_tasks = a.num_requests * a.num_kv_heads * num_tiles;
-#pragma omp parallel num_threads(num_threads)
-    {
-#pragma omp for schedule(static) nowait
-        for (int64_t thread = 0; thread < num_threads; thread++) {
-            float *scratch = a.scratch + thread * (ROW_TILE + 4) * a.scratch_stride;
-            for (int64_t task = thread; task < num_tasks; task += num_threads) {
-                int64_t tile = task % num_tiles, head = task / num_tiles % a.num_kv_heads;
-                int64_t request = task / num_tiles / a.num_kv_heads, first = tile * ROW_TILE;
-                int64_t count = rows - first < ROW_TILE ? rows - first : ROW_TILE;
-                attend_tile(&a, request, head, first, count, scratch);
-                if (tile == 0 && a.write_rows) keep_rows(&a, request, head);
-            }
+/* By all threads of a team, and none goes on before it is done. */
+void attend_rows(const Attention *a, int32_t num_threads) {
+    int64_t rows = a->num_heads / a->num_kv_heads * a->num_rows, num_tiles = (rows + QUERY_TILE - 1) / QUERY_TILE;
+    int64_t num_tasks = a->num_requests * a->num_kv_heads * num_tiles;
+#pragma omp for schedule(static, 1)
+    for (int64_t thread = 0; thread < num_threads; thread++) {
+        float *scratch = a->scratch + thread * (QUERY_TILE + 4) * a->scratch_stride;
+        for (int64_t task = thread; task < num_tasks; task += num_threads) {
+            int64_t tile = task % num_tiles, head = task / num_tiles % a->num_kv_heads;
+            int64_t request = task / num_tiles / a->num_kv_heads, first = tile * QUERY_TILE;
+            int64_t count = rows - first < QUERY_TILE ? rows - first : QUERY_TILE;
+            attend_tile(a, request, head, first, count, scratch);
+            if (tile == 0 && a->write_rows) keep_rows(a, request, head);
         }
     }
+}
+
+void paceline_attend(const Attention *a, int32_t num_threads) {
+#pragma omp parallel num_threads(num_threads)
+    attend_rows(a, num_threads);
 }

@@ -52,8 +52,25 @@ class _Attention(ctypes.Structure):
     )
 
 
+class InLayer:
+    """Attention that a whole native layer can run by itself.
+
+    Attributes:
+        num_threads: of the pass.
+    """
+
+    num_threads: int
+
+    def in_layer(self, layer: int) -> int:
+        """The address of what the C files call Attention, for a layer; good until this is called again."""
+        raise NotImplementedError
+
+
 class BlockedAttention:
     """Attention of one pass, its addresses settled once.
+
+    Attributes:
+        num_threads: of every call.
 
     Args:
         planes: bf16 [layers, 2, M, blocks, block_size, H], keys before values.
@@ -77,12 +94,12 @@ class BlockedAttention:
         write_rows_BT: Tensor | None,
     ) -> None:
         num_kv_heads, block_size, head_size = planes.shape[2], planes.shape[4], planes.shape[5]
-        self._planes, self._num_threads = planes, torch.get_num_threads()
+        self._planes, self.num_threads = planes, torch.get_num_threads()
         self._of_layer = planes.stride(0) * planes.element_size()
         self._of_values = planes.stride(1) * planes.element_size()
         self._first = planes.data_ptr()
         stride = -(-end // _LANES) * _LANES
-        self._scratch = torch.empty(self._num_threads * _ROWS_OF_SCRATCH * stride, dtype=torch.float32)
+        self._scratch = torch.empty(self.num_threads * _ROWS_OF_SCRATCH * stride, dtype=torch.float32)
         self._held = (table, slots_B, lengths_B, write_rows_BT)  # their memory has to outlive this
         run = self._run = _Attention()
         run.head_stride = planes.stride(2)
@@ -96,6 +113,7 @@ class BlockedAttention:
         assert loaded is not None, "the caller asks `rows.can_run`"
         self._attend = loaded.paceline_attend
         self._address = ctypes.addressof(run)
+        self._of_call: tuple[Tensor | None, ...] = ()
 
     def __call__(
         self,
@@ -127,15 +145,29 @@ class BlockedAttention:
         sinks = None if sink_N is None else sink_N.detach().float().contiguous()
         y = torch.empty(q_BTNH.shape, dtype=torch.bfloat16)
         run = self._run
+        self.in_layer(layer, lows_BT, highs_BT, sinks)
         run.q, run.q_stride = q_BTNH.data_ptr(), q_BTNH.stride(1)
         run.new_k, run.new_v, run.new_stride = k_BTMH.data_ptr(), v_BTMH.data_ptr(), k_BTMH.stride(1)
-        run.keys = self._first + layer * self._of_layer
-        run.values = run.keys + self._of_values
-        run.lows, run.highs = lows_BT.data_ptr(), highs_BT.data_ptr()
-        run.sinks = None if sinks is None else sinks.data_ptr()
         run.y, run.num_heads = y.data_ptr(), q_BTNH.shape[2]
-        self._attend(self._address, self._num_threads)
+        self._attend(self._address, self.num_threads)
         return y
+
+    def in_layer(self, layer: int, lows_BT: Tensor, highs_BT: Tensor, sink_N: Tensor | None = None) -> int:
+        """The address of the struct, set up for a layer whose queries and rows whoever runs it fills in.
+
+        Args:
+            layer: as for a call.
+            lows_BT: as for a call.
+            highs_BT: as for a call.
+            sink_N: as for a call, in float32.
+        """
+        run = self._run
+        run.keys = keys = self._first + layer * self._of_layer
+        run.values = keys + self._of_values
+        self._of_call = (lows_BT, highs_BT, sink_N)  # whoever runs it reads their memory
+        run.lows, run.highs = lows_BT.data_ptr(), highs_BT.data_ptr()
+        run.sinks = None if sink_N is None else sink_N.data_ptr()
+        return self._address
 
 
 def _heads_together(rows_BTNH: Tensor) -> Tensor:

@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 
 _FOLDER = Path(__file__).parent
-_SOURCES = ("products.c", "rows.c", "attention.c")
-_HEADERS = ("common.h",)
+_SOURCES = ("products.c", "rows.c", "attention.c", "layer.c")
+_HEADERS = ("common.h", "layers.h")
 _INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16")
 _FLAGS = ("-O3", "-std=c11", "-fPIC", "-shared", "-fopenmp", *(f"-m{name}" for name in _INSTRUCTIONS))
 _COMPILE_LIMIT_S = 120
@@ -44,6 +44,7 @@ _ARGUMENTS = {
     ],
     "paceline_largest": [_POINTER, _SIZE, _POINTER, _POINTER, _SIZE, _SIZE, _INT],
     "paceline_attend": [_POINTER, _INT],
+    "paceline_layer": [_POINTER, _POINTER],
 }
 
 

@@ -3,24 +3,11 @@
    A weight lies in panels of 32 outputs: [N / 32, K / 2, 32, 2], so that a thread reads its panels as one stream and
    one instruction multiplies a pair of inputs with 16 outputs. Each output is one chain of sums over K, whatever the
    number of rows: a row's bits are its own. M rows, K inputs, N outputs. */
-#include "common.h"
+#include "layers.h"
 
 #define PANEL 32
 #define ROW_TILE 8
 #define AHEAD 2048 /* bytes that are asked for before they are needed: pages end, and hardware stops there */
-
-enum { PLAIN, ADDED, GATED };
-
-typedef struct {
-    const bfloat *x;
-    int64_t x_stride;
-    const bfloat *weight;
-    const float *bias;
-    const bfloat *residual;
-    bfloat *y;
-    int64_t num_rows, width, num_outputs;
-    int32_t kind;
-} Product;
 
 ALWAYS_INLINE void finish(const Product *p, int64_t row, int64_t panel, __m512 low, __m512 high) {
     int64_t first = panel * PANEL;
@@ -85,6 +72,21 @@ static void multiply_panel(const Product *p, int64_t panel) {
     }
 }
 
+/* By all threads of a team, and none goes on before it is done. */
+void norm_rows(
+    const bfloat *from, int64_t stride, const bfloat *gain, float eps, bfloat *to, int64_t num_rows, int64_t width) {
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < num_rows; row++) norm_row(from + row * stride, gain, eps, to + row * width, width);
+}
+
+/* The same. */
+void multiply_rows(const Product *p) {
+    int64_t num_outputs = p->num_outputs;
+    int64_t num_panels = p->kind == GATED ? (num_outputs / 2 + LANES - 1) / LANES : (num_outputs + PANEL - 1) / PANEL;
+#pragma omp for schedule(static)
+    for (int64_t panel = 0; panel < num_panels; panel++) multiply_panel(p, panel);
+}
+
 /* y = x W^T + b, then nothing, or + residual, or silu(first half) * second half.
 
    With a gain, rows are normed first, into `normed` [M, K]. `y` is [M, N], or [M, N / 2] where it is gated. */
@@ -93,15 +95,10 @@ void paceline_product(
     bfloat *normed, const bfloat *residual, bfloat *y, int64_t num_rows, int64_t width, int64_t num_outputs,
     int32_t kind, int32_t num_threads) {
     Product p = {x, x_stride, weight, bias, residual, y, num_rows, width, num_outputs, kind};
-    int64_t num_panels = kind == GATED ? (num_outputs / 2 + LANES - 1) / LANES : (num_outputs + PANEL - 1) / PANEL;
     if (gain) p.x = normed, p.x_stride = width;
 #pragma omp parallel num_threads(num_threads)
     {
-        if (gain) {
-#pragma omp for schedule(static)
-            for (int64_t row = 0; row < num_rows; row++) norm_row(x + row * x_stride, gain, eps, normed + row * width, width);
-        }
-#pragma omp for schedule(static) nowait
-        for (int64_t panel = 0; panel < num_panels; panel++) multiply_panel(&p, panel);
+        if (gain) norm_rows(x, x_stride, gain, eps, normed, num_rows, width);
+        multiply_rows(&p);
     }
 }

@@ -1,5 +1,5 @@
 /* What a layer does to its rows between products: norms, rotary positions, the convolution of draft blocks. */
-#include "common.h"
+#include "layers.h"
 
 /* Norms rows of `width`; those of `to` lie one behind the other. */
 void paceline_norm(
@@ -24,19 +24,29 @@ ALWAYS_INLINE void turn(bfloat *head, const bfloat *cosine, const bfloat *sine, 
     }
 }
 
-/* Queries and keys of rows [queries, keys, values], in place: each head normed where there are gains, then turned. */
+/* Queries and keys of rows [queries, keys, values], in place: each head normed where there are gains, then turned.
+
+   By all threads of a team, and none goes on before it is done. */
+void turn_rows(
+    bfloat *rows, int64_t num_rows, int64_t stride, int64_t num_heads, int64_t num_kv_heads, int64_t head_size,
+    const bfloat *cosine, const bfloat *sine, int64_t rotated, const bfloat *q_gain, const bfloat *k_gain, float eps) {
+    int64_t num_turned = num_heads + num_kv_heads;
+#pragma omp for schedule(static)
+    for (int64_t task = 0; task < num_rows * num_turned; task++) {
+        int64_t row = task / num_turned, index = task % num_turned;
+        bfloat *head = rows + row * stride + index * head_size;
+        if (q_gain) norm_row(head, index < num_heads ? q_gain : k_gain, eps, head, head_size);
+        turn(head, cosine + row * rotated, sine + row * rotated, rotated);
+    }
+}
+
 void paceline_turn_heads(
     bfloat *rows, int64_t num_rows, int64_t stride, int64_t num_heads, int64_t num_kv_heads, int64_t head_size,
     const bfloat *cosine, const bfloat *sine, int64_t rotated, const bfloat *q_gain, const bfloat *k_gain, float eps,
     int32_t num_threads) {
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows > 8)
-    for (int64_t row = 0; row < num_rows; row++) {
-        for (int64_t index = 0; index < num_heads + num_kv_heads; index++) {
-            bfloat *head = rows + row * stride + index * head_size;
-            if (q_gain) norm_row(head, index < num_heads ? q_gain : k_gain, eps, head, head_size);
-            turn(head, cosine + row * rotated, sine + row * rotated, rotated);
-        }
-    }
+#pragma omp parallel num_threads(num_threads) if (num_rows > 8)
+    turn_rows(
+        rows, num_rows, stride, num_heads, num_kv_heads, head_size, cosine, sine, rotated, q_gain, k_gain, eps);
 }
 
 /* y[r, c] = residual[r, c] + sum over taps t <= offset[r] of (base[t, c] + delta[r, t, c / size]) * x[r - t, c].

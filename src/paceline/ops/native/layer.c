@@ -1,0 +1,60 @@
+/* A decoder layer in one call: norm, queries, keys and values, attention, and the gated MLP, each added to the stream. */
+#include "layers.h"
+
+typedef struct {
+    const bfloat *weight;
+    const float *bias;
+    int64_t width, num_outputs;
+} Weight;
+
+typedef struct {
+    Weight qkv, o, gate_up, down;
+    const bfloat *input_gain, *mlp_gain, *q_gain, *k_gain;
+    int64_t width, num_heads, num_kv_heads, head_size;
+    float eps;
+} Layer;
+
+/* What one pass of it reads and writes: `scratch` holds, one behind the other, M rows of the normed input, of queries,
+   keys and values, of mixed values, of the stream behind attention, and of the gated products. */
+typedef struct {
+    const bfloat *x;
+    bfloat *y, *scratch;
+    const bfloat *cosine, *sine;
+    int64_t num_rows, rotated;
+    const Attention *attention;
+    int32_t num_threads;
+} Pass;
+
+static Product product(const Weight *w, const bfloat *x, const bfloat *residual, bfloat *y, int64_t num_rows) {
+    Product p = {x, w->width, w->weight, w->bias, residual, y, num_rows, w->width, w->num_outputs, PLAIN};
+    if (residual) p.kind = ADDED;
+    return p;
+}
+
+void paceline_layer(const Layer *l, const Pass *pass) {
+    int64_t num_rows = pass->num_rows, of_qkv = l->qkv.num_outputs, of_heads = l->num_heads * l->head_size;
+    bfloat *normed = pass->scratch, *qkv = normed + num_rows * l->width, *mixed = qkv + num_rows * of_qkv;
+    bfloat *stream = mixed + num_rows * of_heads, *gated = stream + num_rows * l->width;
+    Product to_qkv = product(&l->qkv, normed, 0, qkv, num_rows);
+    Product to_stream = product(&l->o, mixed, pass->x, stream, num_rows);
+    Product to_gated = product(&l->gate_up, normed, 0, gated, num_rows);
+    Product to_y = product(&l->down, gated, stream, pass->y, num_rows);
+    to_gated.kind = GATED;
+    Attention a = *pass->attention;
+    a.q = qkv, a.new_k = qkv + of_heads, a.new_v = a.new_k + l->num_kv_heads * l->head_size;
+    a.q_stride = a.new_stride = of_qkv;
+    a.y = mixed, a.num_heads = l->num_heads;
+#pragma omp parallel num_threads(pass->num_threads)
+    {
+        norm_rows(pass->x, l->width, l->input_gain, l->eps, normed, num_rows, l->width);
+        multiply_rows(&to_qkv);
+        turn_rows(
+            qkv, num_rows, of_qkv, l->num_heads, l->num_kv_heads, l->head_size, pass->cosine, pass->sine,
+            pass->rotated, l->q_gain, l->k_gain, l->eps);
+        attend_rows(&a, pass->num_threads);
+        multiply_rows(&to_stream);
+        norm_rows(stream, l->width, l->mlp_gain, l->eps, normed, num_rows, l->width);
+        multiply_rows(&to_gated);
+        multiply_rows(&to_y);
+    }
+}

@@ -1,0 +1,147 @@
+"""A whole decoder layer in one call of the native library, where its attention is native, too.
+
+It gives the bits that the operations of `rows.py` and `attention.py` give one after the other; what is saved is the
+way from one to the next. B requests, T rows per request, D width, R turned channels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from paceline.ops.native.attention import InLayer
+from paceline.ops.native.build import library
+from paceline.ops.native.rows import NativeWeight
+
+
+class _Weight(ctypes.Structure):
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("width", ctypes.c_int64),
+        ("num_outputs", ctypes.c_int64),
+    )
+
+    @classmethod
+    def of(cls, weight: NativeWeight) -> _Weight:
+        bias = None if weight.bias is None else weight.bias.data_ptr()
+        return cls(weight.panels.data_ptr(), bias, weight.num_inputs, weight.num_outputs)
+
+
+class _Layer(ctypes.Structure):
+    """The struct of the C file, field by field."""
+
+    _fields_ = (
+        ("qkv", _Weight),
+        ("o", _Weight),
+        ("gate_up", _Weight),
+        ("down", _Weight),
+        ("input_gain", ctypes.c_void_p),
+        ("mlp_gain", ctypes.c_void_p),
+        ("q_gain", ctypes.c_void_p),
+        ("k_gain", ctypes.c_void_p),
+        ("width", ctypes.c_int64),
+        ("num_heads", ctypes.c_int64),
+        ("num_kv_heads", ctypes.c_int64),
+        ("head_size", ctypes.c_int64),
+        ("eps", ctypes.c_float),
+    )
+
+
+class _Pass(ctypes.Structure):
+    """The struct of the C file, field by field."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("scratch", ctypes.c_void_p),
+        ("cosine", ctypes.c_void_p),
+        ("sine", ctypes.c_void_p),
+        ("num_rows", ctypes.c_int64),
+        ("rotated", ctypes.c_int64),
+        ("attention", ctypes.c_void_p),
+        ("num_threads", ctypes.c_int32),
+    )
+
+
+class LayerCall:
+    """A decoder layer's weights, their addresses settled once.
+
+    Args:
+        qkv: queries, keys and values of the normed stream.
+        o: back into the stream.
+        gate_up: gated.
+        down: back into the stream.
+        gains: of the norms before attention and before the MLP.
+        qk_gains: of the norms of queries and keys; None without them.
+        num_heads: query heads.
+        num_kv_heads: key/value heads.
+        head_size: of both.
+        eps: of all norms.
+    """
+
+    def __init__(
+        self,
+        *,
+        qkv: NativeWeight,
+        o: NativeWeight,
+        gate_up: NativeWeight,
+        down: NativeWeight,
+        gains: tuple[Tensor, Tensor],
+        qk_gains: tuple[Tensor, Tensor] | None,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        eps: float,
+    ) -> None:
+        assert gate_up.is_gated and not down.is_gated, "the MLP's first product is the gated one"
+        self._held = (qkv, o, gate_up, down, gains, qk_gains)  # their memory has to outlive this
+        addresses = [gain.data_ptr() for gain in (*gains, *(qk_gains or ()))]
+        self._layer = _Layer(
+            *(_Weight.of(weight) for weight in (qkv, o, gate_up, down)),
+            *addresses,
+            *([] if qk_gains else [None, None]),
+            o.num_outputs,
+            num_heads,
+            num_kv_heads,
+            head_size,
+            eps,
+        )
+        self._width = o.num_outputs
+        self._scratch_width = 2 * self._width + qkv.num_outputs + o.num_inputs + down.num_inputs
+        loaded = library()
+        assert loaded is not None, "who packed the weights asked `can_run`"
+        self._run, self._address = loaded.paceline_layer, ctypes.addressof(self._layer)
+
+    def __deepcopy__(self, _memo: object) -> LayerCall:
+        """Itself: nothing of it ever changes, and addresses are not to be copied."""
+        return self
+
+    def __call__(self, x_BTD: Tensor, rows: tuple[Tensor, Tensor], attend: InLayer, layer: int) -> Tensor:
+        """Return the residual stream after the layer.
+
+        Args:
+            x_BTD: bf16, the stream before it; stays as it is.
+            rows: from `expand_rotary`, in bf16, for channels in halves.
+            attend: of this pass.
+            layer: its index for `attend`.
+        """
+        x_BTD, cosine, sine = x_BTD.contiguous(), rows[0].contiguous(), rows[1].contiguous()
+        num_rows = x_BTD.shape[0] * x_BTD.shape[1]
+        y_BTD = torch.empty(x_BTD.shape, dtype=torch.bfloat16)
+        scratch = torch.empty(num_rows * self._scratch_width, dtype=torch.bfloat16)
+        given = _Pass(
+            x_BTD.data_ptr(),
+            y_BTD.data_ptr(),
+            scratch.data_ptr(),
+            cosine.data_ptr(),
+            sine.data_ptr(),
+            num_rows,
+            cosine.shape[-1],
+            attend.in_layer(layer),
+            attend.num_threads,
+        )
+        self._run(self._address, ctypes.addressof(given))
+        return y_BTD

@@ -1,0 +1,78 @@
+"""A layer in one native call against its operations one by one: the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.ops.native import rows as native
+from paceline.ops.native.attention import BlockedAttention, InLayer
+from paceline.ops.native.layer import LayerCall
+from paceline.ops.rotary import expand_rotary, rotary_table
+
+pytestmark = pytest.mark.skipif(
+    not native.can_run(torch.empty(1, dtype=torch.bfloat16)), reason="no native operations on this machine"
+)
+
+WIDTH, HEADS, KV_HEADS, SIZE, INNER, EPS = 48, 4, 2, 16, 40, 1e-5
+STARTS = [5, 0, 30]
+
+
+class Causal(InLayer):
+    """Rows of three requests behind some stored keys."""
+
+    def __init__(self, planes: Tensor, num_rows: int) -> None:
+        starts = torch.tensor(STARTS)
+        table = torch.arange(1, 13, dtype=torch.int32).view(3, 4)
+        positions = starts.unsqueeze(1) + torch.arange(num_rows)
+        write_rows = table.long().gather(1, positions // 16) * 16 + positions % 16
+        self.seen = torch.zeros_like(positions).int(), (positions + 1).int()
+        self.attend = BlockedAttention(
+            planes, table, torch.arange(3), starts, num_rows=num_rows, end=64, write_rows_BT=write_rows
+        )
+        self.num_threads = self.attend.num_threads
+
+    def in_layer(self, layer: int) -> int:
+        return self.attend.in_layer(layer, *self.seen)
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 9])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("has_qk_norm", [False, True])
+def test_one_call_has_the_bits_of_many(num_rows: int, has_bias: bool, has_qk_norm: bool) -> None:
+    def weight(outputs: int, inputs: int, seed: int, *, is_gated: bool = False) -> native.NativeWeight:
+        bias = numbers(outputs, seed=10 + seed) if has_bias else None
+        return native.pack((numbers(outputs, inputs, seed=seed).float() / 7).bfloat16(), bias, is_gated=is_gated)
+
+    qkv = weight((HEADS + 2 * KV_HEADS) * SIZE, WIDTH, 1)
+    o, gate_up, down = (
+        weight(WIDTH, HEADS * SIZE, 2),
+        weight(2 * INNER, WIDTH, 3, is_gated=True),
+        weight(WIDTH, INNER, 4),
+    )
+    gains = numbers(WIDTH, seed=5), numbers(WIDTH, seed=6)
+    qk_gains = (numbers(SIZE, seed=7), numbers(SIZE, seed=8)) if has_qk_norm else None
+    sizes = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": SIZE}
+    whole = LayerCall(qkv=qkv, o=o, gate_up=gate_up, down=down, gains=gains, qk_gains=qk_gains, eps=EPS, **sizes)
+
+    x, planes = numbers(3, num_rows, WIDTH), numbers(2, 2, KV_HEADS, 13, 16, SIZE)
+    positions = torch.tensor(STARTS).unsqueeze(1) + torch.arange(num_rows)
+    rows = expand_rotary(rotary_table(torch.linspace(1.0, 0.1, SIZE // 2), 64)[positions], torch.bfloat16)
+    apart = planes.clone()
+    y = whole(x, rows, Causal(planes, num_rows), 1)
+
+    attend = Causal(apart, num_rows)
+    heads = native.linear(x, qkv, gain_I=gains[0], eps=EPS)
+    native.turn_heads_(heads, rows, gains=qk_gains, eps=EPS, **sizes)
+    q, k, v = heads.view(3, num_rows, -1, SIZE).split((HEADS, KV_HEADS, KV_HEADS), dim=2)
+    stream = native.linear(attend.attend(1, q, k, v, *attend.seen).flatten(-2), o, residual_TO=x)
+    gated = native.linear(stream, gate_up, gain_I=gains[1], eps=EPS)
+    assert torch.equal(y, native.linear(gated, down, residual_TO=stream))
+    assert torch.equal(planes, apart)
+    assert torch.equal(x, numbers(3, num_rows, WIDTH)), "the stream that came in may have been tapped"
+    assert y.isfinite().all() and not torch.equal(y, x)
