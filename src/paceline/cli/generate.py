@@ -262,6 +262,7 @@ def generate(
 
         generate_over_ranks(run, prompts, environment, session, as_json=as_json)
         return
+    _refuse_copies()
     from paceline.cli.generate_report import View
     from paceline.cli.running import load_models
 
@@ -269,6 +270,21 @@ def generate(
     shows_trace = run.trace if run.trace is not None else sys.stderr.isatty() and session.verbosity >= 0
     view = View(as_json=as_json, trace=shows_trace and not as_json, color=session.color)
     raise typer.Exit(_run_all(run, models, prompts, view))
+
+
+def _refuse_copies() -> None:
+    """Processes that torchrun started, and that share nothing, would all answer the same.
+
+    Raises:
+        ConfigError: this is not the first of them.
+    """
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_torchelastic_launched() and dist.get_node_local_rank() > 0:
+        raise ConfigError(
+            "torchrun started several processes, and nothing says how they share the target",
+            hint="--tensor-parallel-size or --pipeline-parallel-size, or `paceline generate` without torchrun",
+        )
 
 
 def parse_biases(texts: Sequence[str]) -> dict[str, float]:

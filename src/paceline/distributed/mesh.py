@@ -124,9 +124,9 @@ class Mesh:
         ranges = stage_ranges(num_layers, layout.borders)
         if world.size != layout.num_ranks:
             raise ConfigError(
-                f"{layout.num_stages} stages of {layout.tensor_size} ranks were asked for; torchrun started "
-                f"{world.size} processes",
-                hint=f"torchrun --nproc-per-node {layout.num_ranks}",
+                f"{layout.num_stages} stages of {layout.tensor_size} ranks take {layout.num_ranks} processes; this run "
+                f"has {world.size}",
+                hint=f"torchrun --nproc-per-node {layout.num_ranks} -m paceline ...",
             )
         size = layout.tensor_size
         tensor = TensorGroup()

@@ -71,9 +71,11 @@ def test_mistakes_are_told_once(folder: Path, tmp_path: Path) -> None:
     target = str(folder / "target")
     codes, out, err = launch(tmp_path / "size", "generate", target, *PROMPTS, *EXACT, "--pp", "4")
     assert codes == [2, 2] and out == ["", ""]
-    assert "torchrun started 2 processes" in err[0] and "--nproc-per-node 4" in err[0]
+    assert "take 4 processes; this run has 2" in err[0] and "--nproc-per-node 4" in err[0]
     codes, out, err = launch(tmp_path / "cut", "generate", target, *PROMPTS, *EXACT, "--tp", "3")
     assert codes == [2, 2] and "cannot share num_attention_heads 4" in err[0] and err[1] == ""
+    codes, out, err = launch(tmp_path / "copies", "generate", target, *PROMPTS, *EXACT)
+    assert codes[1] == 2 and out[1] == "" and "nothing says how they share the target" in err[1]
 
 
 def test_torchrun_itself(folder: Path) -> None:

@@ -61,7 +61,7 @@ def test_disagreements_are_refused_on_every_rank_before_a_weight_is_read(
         "there is no target named": (two, {**two, "target": str(tmp_path / "nowhere")}),
         "cuts ascend": ({**two, "borders": (9,)}, two),
         "is not cut over ranks": ({**two, "target": str(others / "dense")}, two),
-        "torchrun started 2 processes": ({**two, "num_stages": 4},) * 2,
+        "take 4 processes; this run has 2": ({**two, "num_stages": 4},) * 2,
         "cannot share": ({"tensor_size": 3},) * 2,
         "8 layers": ({"num_stages": 9},) * 2,
         "positions for 4096": ({**two, "max_model_len": 5000},) * 2,

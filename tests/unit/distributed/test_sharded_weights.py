@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -219,13 +218,3 @@ def test_folders_are_told_apart_by_their_weights(folder: Path, tmp_path: Path) -
     (same / "README.md").write_text("files that are not read do not count")
     assert folder_digest(same) == folder_digest(folder)
     assert len({folder_digest(one) for one in (folder, other, longer)}) == 3
-
-
-def test_contracts_of_a_share_keep_what_a_stage_asks_of_the_whole() -> None:
-    from paceline.distributed.sharding import share_of
-
-    contract = kimi_contract(k3_tiny_config())
-    share = share_of(contract, 2)
-    assert (share.num_heads, share.intermediate_size, share.vocab_size) == (2, 128, 512)
-    assert share.kimi is not None and share.kimi.delta is not None and share.kimi.delta.num_heads == 2
-    assert dataclasses.replace(share, num_heads=4, intermediate_size=256, kimi=contract.kimi) == contract
