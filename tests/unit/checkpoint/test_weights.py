@@ -152,6 +152,46 @@ def test_overflow_in_the_cast_is_refused() -> None:
         load_strict(empty_parameters(torch.float16), Source(tensors), FUSED)
 
 
+@pytest.mark.parametrize("piece", [1, 7, 64, 1 << 18])
+@pytest.mark.parametrize("shape", [(), (0, 4), (33,), (17, 5), (3, 4, 6)])
+def test_every_piece_is_copied_and_looked_at(
+    piece: int, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the value lies, and whatever the others add up to."""
+    monkeypatch.setattr(weights, "_PIECE", piece)
+    stored = torch.randn(shape)
+    parameter, place = torch.full(shape, 9.0), {"t": Destination("p")}
+    load_strict({"p": parameter}, Source({"t": stored}), place)
+    assert torch.equal(parameter, stored)
+    for index in range(0, stored.numel(), max(1, stored.numel() // 5)):
+        for values in ([torch.nan], [torch.inf], [-torch.inf], [torch.inf, -torch.inf]):
+            wrong = stored.clone()
+            for offset, value in enumerate(values):
+                wrong.view(-1)[(index + offset) % wrong.numel()] = value
+            with pytest.raises(CheckpointError, match="NaN or infinity: t"):
+                load_strict({"p": parameter}, Source({"t": wrong}), place)
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 6e4), (torch.bfloat16, 3e38), (torch.float32, 3e38)])
+def test_large_values_whose_sum_overflows_are_not_refused(dtype: torch.dtype, value: float) -> None:
+    parameter = torch.zeros(64, 64, dtype=dtype)
+    load_strict({"p": parameter}, Source({"t": torch.full((64, 64), value)}), {"t": Destination("p")})
+    assert torch.equal(parameter, torch.full((64, 64), value, dtype=dtype))
+
+
+def test_a_sum_that_forgets_a_piece_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: the rows behind the last whole piece are copied and not looked at."""
+    honest = weights._copy_if_finite
+    monkeypatch.setattr(
+        weights, "_copy_if_finite", lambda view, tensor: (view.copy_(tensor), honest(view[:-1], tensor[:-1]))[1]
+    )
+    tensor = torch.ones(9, 4)
+    tensor[-1, -1] = torch.nan
+    parameter = torch.zeros(9, 4)
+    load_strict({"p": parameter}, Source({"t": tensor}), {"t": Destination("p")})
+    assert parameter[-1, -1].isnan(), "silently loaded: the tests above would fail"
+
+
 def test_integer_weights_are_refused() -> None:
     with pytest.raises(CheckpointError, match=r"tensor c is stored as torch.int8"):
         load_strict(empty_parameters(), Source(sound_tensors() | {"c": torch.zeros(4, dtype=torch.int8)}), FUSED)
