@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paceline.errors import ShapeError
 from paceline.ops.dispatch import choose, kernel, tl, triton
+from paceline.ops.native import choices as native
 
 _NO_ID = torch.iinfo(torch.int64).max
 _LARGEST_TILE = 4096  # products held at once: candidates * ranks
@@ -179,6 +180,9 @@ def candidate_walk(
         raise ShapeError("successor", expected=predecessor_VR.shape, found=successor_VR.shape)
     if gumbel_BKC is not None and gumbel_BKC.shape != shape:
         raise ShapeError("gumbel", expected=shape, found=gumbel_BKC.shape)
+    is_greedy = temperature_B is None or gumbel_BKC is None
+    if is_greedy and native.can_walk(unary_BKC, projected_BKR, predecessor_VR, successor_VR):
+        return native.walk(unary_BKC, candidate_ids_BKC, projected_BKR, predecessor_VR, successor_VR, anchor_ids_B)
     if temperature_B is None or gumbel_BKC is None:
         gumbel_BKC, temperature_B = None, torch.zeros(shape[0], device=unary_BKC.device)
     run = choose("candidate_walk", unary_BKC, candidate_walk_reference, candidate_walk_triton)

@@ -15,6 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paceline.ops.native import choices as native
+
 _GROUP = 64  # ids per group: about sqrt(V / k) for the vocabularies and k in use
 _LAST_ID = 2**31 - 1
 
@@ -64,6 +66,8 @@ def top_k_tokens(scores_RV: Tensor, k: int, *, maxima_RG: Tensor | None = None) 
     assert 1 <= k <= V, f"{k} of {V} ids were asked for"
     if scores_RV.dtype == torch.float64:
         return top_k_tokens_reference(scores_RV, k)
+    if maxima_RG is None and native.can_find_top_k(scores_RV, k):
+        return native.top_k(scores_RV, k)
     num_groups = V // _GROUP
     if num_groups <= 2 * k:
         ids = torch.arange(V, device=scores_RV.device)

@@ -32,9 +32,10 @@ from torch import Tensor
 from paceline.errors import ShapeError
 from paceline.ops import acceptance, noise
 from paceline.ops.acceptance import VERIFY_METHODS, RowsBehind, VerifyMethod, at_row, is_lossless
-from paceline.ops.dispatch import choose
+from paceline.ops.dispatch import choose, needs_gradient
 from paceline.ops.finalise_block import SOUND, Verdict, fault_of_rows, finalise_block_triton
-from paceline.ops.native import rows as native_rows
+from paceline.ops.native import choices as native
+from paceline.ops.native.rows import can_run
 from paceline.ops.sample_tokens import NO_TOKEN, pick_largest
 from paceline.ops.target_distribution import rows_are_greedy
 from paceline.ops.token_rules import MAX_CHUNK_BYTES, request_chunks
@@ -104,8 +105,8 @@ def verify_block(
     _check_shapes(draft_ids_BK, processed_BLV, candidate_ids_BKC, log_q_BKC)
     if all_greedy:
         # torch looks at one number after the other in 16 bits
-        is_native = native_rows.can_run(processed_BLV)
-        best_BL, argmax_ids_BL = native_rows.largest(processed_BLV) if is_native else processed_BLV.max(dim=-1)
+        is_native = can_run(processed_BLV) and not needs_gradient(processed_BLV)
+        best_BL, argmax_ids_BL = native.largest(processed_BLV) if is_native else processed_BLV.max(dim=-1)
         fault_BL = fault_of_rows(best_BL)
         is_kept_BK = draft_ids_BK.eq(argmax_ids_BL[:, :-1]) & (fault_BL[:, :-1] == SOUND)
         return _stopped_at(acceptance.count_leading(is_kept_BK), argmax_ids_BL, fault_BL)

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from paceline.ops.native.build import library
+from paceline.ops.native.build import loaded_library
 
 LARGEST_HEAD: Final = 1024  # of the C file
 _ROWS_OF_SCRATCH: Final = 24 + 4  # ROW_TILE of the C file, and the pointers behind
@@ -109,8 +109,7 @@ class BlockedAttention:
         run.num_requests, run.num_rows = len(slots_B), num_rows
         run.num_kv_heads, run.head_size, run.scale = num_kv_heads, head_size, 1.0 / math.sqrt(head_size)
         run.scratch, run.scratch_stride = self._scratch.data_ptr(), stride
-        loaded = library()
-        assert loaded is not None, "the caller asks `rows.can_run`"
+        loaded = loaded_library()
         self._attend = loaded.paceline_attend
         self._address = ctypes.addressof(run)
         self._of_call: tuple[Tensor | None, ...] = ()

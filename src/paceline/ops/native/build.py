@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 _FOLDER = Path(__file__).parent
-_SOURCES = ("products.c", "rows.c", "attention.c", "layer.c")
+_SOURCES = ("products.c", "rows.c", "attention.c", "layer.c", "choices.c")
 _HEADERS = ("common.h", "layers.h")
 _INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16")
 _FLAGS = ("-O3", "-std=c11", "-fPIC", "-shared", "-fopenmp", *(f"-m{name}" for name in _INSTRUCTIONS))
@@ -43,6 +43,11 @@ _ARGUMENTS = {
         *(_POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _INT),
     ],
     "paceline_largest": [_POINTER, _SIZE, _POINTER, _POINTER, _SIZE, _SIZE, _INT],
+    "paceline_top_k": [_POINTER, _SIZE, _POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _INT],
+    "paceline_walk": [
+        *(_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER),
+        *(_SIZE, _SIZE, _SIZE, _SIZE, _INT),
+    ],
     "paceline_attend": [_POINTER, _INT],
     "paceline_layer": [_POINTER, _POINTER],
 }
@@ -63,6 +68,13 @@ def library() -> ctypes.CDLL | None:
         detail = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
         _log.warning("the native operations could not be built; torch runs in their place: %s", detail)
         return None
+
+
+def loaded_library() -> ctypes.CDLL:
+    """The library, for whoever asked before whether there is one."""
+    loaded = library()
+    assert loaded is not None, "the caller asks `rows.can_run`"
+    return loaded
 
 
 def _is_processor_fit() -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.ops.native.attention import InLayer
-from paceline.ops.native.build import library
+from paceline.ops.native.build import loaded_library
 from paceline.ops.native.rows import NativeWeight
 
 
@@ -111,8 +111,7 @@ class LayerCall:
         )
         self._width = o.num_outputs
         self._scratch_width = 2 * self._width + qkv.num_outputs + o.num_inputs + down.num_inputs
-        loaded = library()
-        assert loaded is not None, "who packed the weights asked `can_run`"
+        loaded = loaded_library()
         self._run, self._address = loaded.paceline_layer, ctypes.addressof(self._layer)
 
     def __deepcopy__(self, _memo: object) -> LayerCall:

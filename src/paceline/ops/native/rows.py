@@ -7,7 +7,6 @@ outputs, N query heads, M key/value heads, H head size, R turned channels.
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.ops.huge_pages import lay_on_huge_pages
-from paceline.ops.native.build import library
+from paceline.ops.native.build import library, loaded_library
 
 PANEL: Final = 32
 _HALF: Final = PANEL // 2
@@ -96,13 +95,13 @@ def linear(
         residual_TO: added to the result before it is rounded; not beside a gated weight.
     """
     num_inputs = weight.num_inputs
-    rows = _rows(x_TI, num_inputs)
+    rows = flat_rows(x_TI, num_inputs)
     num_outputs = weight.num_outputs // 2 if weight.is_gated else weight.num_outputs
     y = torch.empty(*x_TI.shape[:-1], num_outputs, dtype=torch.bfloat16)
     normed = torch.empty_like(rows, memory_format=torch.contiguous_format) if gain_I is not None else None
     if residual_TO is not None:
         residual_TO = residual_TO.contiguous()
-    _library().paceline_product(
+    loaded_library().paceline_product(
         rows.data_ptr(),
         rows.stride(0),
         weight.panels.data_ptr(),
@@ -124,9 +123,9 @@ def linear(
 def norm(x_TD: Tensor, gain_D: Tensor, *, eps: float) -> Tensor:
     """`rms_norm` of the last dimension."""
     width = x_TD.shape[-1]
-    rows = _rows(x_TD, width)
+    rows = flat_rows(x_TD, width)
     y = torch.empty(x_TD.shape, dtype=torch.bfloat16)
-    _library().paceline_norm(
+    loaded_library().paceline_norm(
         rows.data_ptr(),
         rows.stride(0),
         gain_D.data_ptr(),
@@ -163,7 +162,7 @@ def turn_heads_(
     assert qkv_TC.is_contiguous(), "rows are changed in place"
     cosine, sine = (part.contiguous() for part in rows)
     stride = qkv_TC.shape[-1]
-    _library().paceline_turn_heads(
+    loaded_library().paceline_turn_heads(
         qkv_TC.data_ptr(),
         qkv_TC.numel() // stride,
         stride,
@@ -207,7 +206,7 @@ def convolve(
     y = torch.empty(x_TD.shape, dtype=torch.bfloat16)
     if residual_TD is not None:
         residual_TD = residual_TD.contiguous()
-    _library().paceline_convolve(
+    loaded_library().paceline_convolve(
         x_TD.data_ptr(),
         base_UD.data_ptr() + first_tap * width * base_UD.element_size(),
         delta_TC.data_ptr() + first_tap * num_groups * delta_TC.element_size(),
@@ -224,31 +223,8 @@ def convolve(
     return y
 
 
-def largest(x_TV: Tensor) -> tuple[Tensor, Tensor]:
-    """`x.max(dim=-1)` of at least one column: values and int64 indices, the first of equal ones; NaN is the largest."""
-    rows = _rows(x_TV, x_TV.shape[-1])
-    values = torch.empty(x_TV.shape[:-1], dtype=torch.bfloat16)
-    indices = torch.empty(x_TV.shape[:-1], dtype=torch.int64)
-    _library().paceline_largest(
-        rows.data_ptr(),
-        rows.stride(0),
-        values.data_ptr(),
-        indices.data_ptr(),
-        rows.shape[0],
-        rows.shape[1],
-        torch.get_num_threads(),
-    )
-    return values, indices
-
-
-def _rows(x: Tensor, width: int) -> Tensor:
+def flat_rows(x: Tensor, width: int) -> Tensor:
     """x as rows [T, width] whose numbers lie together; a view where it can be one."""
     assert x.shape[-1] == width and x.dtype == torch.bfloat16, "rows of the weight's width, in bf16"
     rows = x.reshape(-1, width)
     return rows if rows.stride(1) == 1 or width == 1 else rows.contiguous()
-
-
-def _library() -> ctypes.CDLL:
-    loaded = library()
-    assert loaded is not None, "the caller asks `can_run`"
-    return loaded

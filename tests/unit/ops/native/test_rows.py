@@ -136,23 +136,6 @@ def test_nothing_is_read_across_the_start_of_a_block() -> None:
     assert not native.convolve(x, torch.ones(4, 16), delta, offset_T=None, **kind)[4:].isfinite().all()
 
 
-@pytest.mark.parametrize("width", [1, 15, 16, 100, 4096])
-def test_the_largest_is_the_first_of_equal_ones(width: int) -> None:
-    x = torch.randint(-3, 3, (3, 5, width), generator=torch.Generator().manual_seed(0)).bfloat16()
-    x[0, 0] = -torch.inf
-    x[0, 1] = -7.0
-    x[1, 2, width // 2] = torch.nan
-    values, indices = native.largest(x)
-    assert torch.equal(indices, _first(x))
-    assert torch.equal(values.nan_to_num(nan=100.0), x.nan_to_num(nan=100.0).amax(-1))
-    assert values[1, 2].isnan()
-
-
-def _first(x: Tensor) -> Tensor:
-    found = x.double().nan_to_num(nan=100.0, neginf=-200.0)
-    return (found == found.amax(-1, keepdim=True)).long().argmax(-1)
-
-
 OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "product": lambda x: native.linear(x, native.pack(numbers(70, 96, scale=0.1, seed=1))),
     "norm and gated product": lambda x: native.linear(
