@@ -1,4 +1,4 @@
-"""The table of public reports points at tests that are there."""
+"""The tables of public reports and of conformance point at tests that are there."""
 
 from __future__ import annotations
 
@@ -22,5 +22,20 @@ def test_every_report_names_a_test_that_exists_or_a_reason() -> None:
         named = TEST.findall(row[4])
         assert named or row[4].startswith("not yet: "), row[1]
         for file, name in named:
-            tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-            assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, f"{file}::{name}"
+            assert name in names_in(file), f"{file}::{name}"
+
+
+def names_in(file: str) -> set[str]:
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_worked_example_and_item_of_the_checklist_names_its_tests() -> None:
+    text = (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ((?:8|10)\.\d+) \| .+ \| (.+) \|$", text, flags=re.MULTILINE)
+    assert {number for number, _ in rows} == {f"8.{k}" for k in range(1, 11)} | {f"10.{k}" for k in range(1, 7)}
+    for number, tests in rows:
+        named = TEST.findall(tests)
+        assert named, number
+        for file, name in named:
+            assert name in names_in(file), f"{number}: {file}::{name}"

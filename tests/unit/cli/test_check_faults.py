@@ -21,7 +21,7 @@ from tests.unit.cli.test_main import run
 from tests.unit.models.probing import PROBE, without_hints
 from torch import Tensor
 
-from paceline.checkpoint.contract import TargetLayerId
+from paceline.checkpoint.contract import LatentAttentionSettings, TargetLayerId
 from paceline.models.drafters.block_drafter import BlockDrafter
 from paceline.models.fingerprint import record_fingerprint
 from paceline.models.loading import LoadedTarget, load_drafter, load_target
@@ -111,6 +111,13 @@ def long_convolution(folder: Path, target: LoadedTarget) -> None:
     save_file(without_hints(found), folder / FINGERPRINT)
 
 
+def narrow(folder: Path, _: LoadedTarget) -> None:
+    found = json.loads((folder / "config.json").read_text())
+    num_layers = found["num_hidden_layers"]
+    found |= {"layer_types": ["sliding_attention"] * num_layers, "sliding_window": 64, "use_sliding_window": True}
+    (folder / "config.json").write_text(json.dumps(found))
+
+
 # fault: what the drafter is, how the fault is planted, and what has to be said
 FAULTS: dict[str, tuple[dict[str, Any], Plant, str]] = {
     "tap +1": ({"target_layer_ids": (-1, 0, 1)}, lambda f, _: config(f, target_layer_ids=[0, 1, 2]), "one layer late"),
@@ -130,6 +137,21 @@ FAULTS: dict[str, tuple[dict[str, Any], Plant, str]] = {
     "convolution length": ({"family": "dflash2"}, long_convolution, "looks back over blocks of 16 rows, not 8"),
     "causality": ({}, lambda f, _: config(f, is_causal=True), "rows of a block are bidirectional"),
     "multiplier": ({}, lambda f, _: config(f, output_multiplier=0.5), "output_multiplier 1; the config says 0.5"),
+}
+
+
+LATENT = {
+    "family": "dflash2",
+    "latent": LatentAttentionSettings(
+        q_lora_rank=16, kv_lora_rank=16, qk_nope_head_size=8, qk_rope_head_size=8, v_head_size=16
+    ),
+    "is_neox_style": False,
+}
+FAULTS |= {
+    "latent: RoPE pairing": (LATENT, lambda f, _: config(f, is_neox_style=True), "is_neox_style should be false"),
+    "latent: theta": (LATENT, theta, "theta 10000: rope_theta is 1000000 in the config"),
+    "latent: mask id": (LATENT, lambda f, _: config(f, mask_token_id=17), "the stored mask row is token 3's"),
+    "latent: window": (LATENT, narrow, "without windows"),
 }
 
 
