@@ -120,5 +120,5 @@ def run(engine: Engine, names: Sequence[str]) -> list[RequestResult]:
 def require_empty(engine: Engine) -> None:
     """Every block came back, none is waited for."""
     stats = engine.stats()
-    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert (stats.num_running, stats.num_waiting, stats.num_used_snapshots) == (0, 0, 0)
     assert (stats.num_free_blocks, stats.num_used_blocks, stats.num_fenced_blocks) == (stats.num_blocks, 0, 0)

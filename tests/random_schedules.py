@@ -48,10 +48,18 @@ _KINDS = (
 )
 
 
+_HYBRID_KINDS = (
+    EngineKind(None, "standard", False, True),
+    EngineKind("dflash", "standard", True, True),
+    EngineKind("dspark", "match", True, True),
+    EngineKind("eagle3", "standard", True, True),
+)
+
+
 @st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
+def schedules(draw: st.DrawFn, kinds: Sequence[EngineKind] = _KINDS) -> Schedule:
     """An engine and one to eight requests, most of which share a beginning with another."""
-    kind = draw(st.sampled_from(_KINDS))
+    kind = draw(st.sampled_from(kinds))
     return Schedule(
         family=kind.family,
         method=kind.method,
@@ -65,6 +73,9 @@ def schedules(draw: st.DrawFn) -> Schedule:
         cache_cleared=draw(st.sampled_from([frozenset(), frozenset(), frozenset({7, 19})])),
         interrupted=draw(st.sampled_from([False] * 5 + [True]).flatmap(_interruptions)),
         runs_ahead=draw(st.booleans()),
+        is_hybrid=kind.is_hybrid,
+        num_snapshots=draw(st.sampled_from([1, 3, 8, 32])) if kind.is_hybrid else 1,
+        spacing=draw(st.sampled_from([1, 2, 8])) if kind.is_hybrid else 1,
     )
 
 
@@ -75,7 +86,9 @@ def _interruptions(is_wanted: bool) -> st.SearchStrategy[tuple[tuple[int, str], 
     return st.lists(one, min_size=1, max_size=3, unique_by=lambda pair: pair[0]).map(tuple)
 
 
-def check_schedules(num_schedules: int, seed_number: int, *, shrinks: bool = False, is_checked: bool = True) -> None:
+def check_schedules(
+    num_schedules: int, seed_number: int, *, shrinks: bool = False, is_checked: bool = True, is_hybrid: bool = False
+) -> None:
     """Run so many random schedules; the same ones for the same number.
 
     Args:
@@ -83,6 +96,7 @@ def check_schedules(num_schedules: int, seed_number: int, *, shrinks: bool = Fal
         seed_number: of the random draws.
         shrinks: looks for a smaller schedule with the fault, which takes its time.
         is_checked: as for `run`.
+        is_hybrid: of targets with recurrent and latent layers, instead of dense ones.
 
     Raises:
         AssertionError: one of them has a fault; hypothesis adds the schedule.
@@ -98,7 +112,7 @@ def check_schedules(num_schedules: int, seed_number: int, *, shrinks: bool = Fal
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )
-    @given(schedules())
+    @given(schedules(_HYBRID_KINDS if is_hybrid else _KINDS))
     def check(schedule: Schedule) -> None:
         assert faults(schedule, run(schedule, is_checked=is_checked)) == []
 

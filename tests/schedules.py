@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from tests import tiny
+from tests import tiny, tiny_kimi
 from tests.helped_drafts import help_drafts
 
 import paceline.engine.loop as loop_module
@@ -99,6 +99,9 @@ class Schedule:
         cache_cleared: before which steps the prefix cache is emptied.
         interrupted: steps in whose first pass something is raised, before it runs or when it has.
         runs_ahead: whether a step is launched before the one before is read.
+        is_hybrid: whether the target has recurrent and latent layers.
+        num_snapshots: recurrent states that it keeps for later requests.
+        spacing: blocks between them in long texts.
     """
 
     family: str | None
@@ -113,11 +116,14 @@ class Schedule:
     cache_cleared: frozenset[int] = frozenset()
     interrupted: tuple[tuple[int, str], ...] = ()
     runs_ahead: bool = False
+    is_hybrid: bool = False
+    num_snapshots: int = 8
+    spacing: int = 1
 
     @property
     def kind(self) -> EngineKind:
         """What its requests' own runs depend on."""
-        return EngineKind(self.family, self.method, self.is_helped)
+        return EngineKind(self.family, self.method, self.is_helped, self.is_hybrid)
 
 
 @dataclass(frozen=True)
@@ -127,6 +133,7 @@ class EngineKind:
     family: str | None
     method: str
     is_helped: bool
+    is_hybrid: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,9 +164,9 @@ def sampling_parameters(name: str, max_tokens: int, *, is_drafted: bool) -> Samp
 
 
 @functools.cache
-def models(family: str | None) -> tuple[LoadedTarget, LoadedDrafter | None]:
-    """A target of two layers, and a drafter of a family for it."""
-    target = _target()
+def models(family: str | None, is_hybrid: bool = False) -> tuple[LoadedTarget, LoadedDrafter | None]:
+    """A target of two layers, or a hybrid one of four, and a drafter of a family for it."""
+    target = _hybrid_target() if is_hybrid else _target()
     if family is None:
         return target, None
     drafter = tiny.tiny_drafter(target.contract, family=family, block_size=NUM_DRAFT_TOKENS + (family != "dspark"))
@@ -173,9 +180,15 @@ def _target() -> LoadedTarget:
     return tiny.wrap_target(tiny.tiny_target("qwen3", **changes))
 
 
+@functools.cache
+def _hybrid_target() -> LoadedTarget:
+    changes = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_MODEL_LEN}
+    return tiny.wrap_target(tiny_kimi.kimi_target(tiny_kimi.small_kimi_config(4, 2, **changes)))
+
+
 def make_engine(kind: EngineKind, scripts: Mapping[str, Sequence[int]], **changes: Any) -> Engine:
     """An engine of a kind, with scripts of the requests that it may meet, by name."""
-    target, drafter = models(kind.family)
+    target, drafter = models(kind.family, kind.is_hybrid)
     draft_method = (
         None if drafter is None or kind.method == "coupled" else "greedy" if kind.is_helped else "probabilistic"
     )
@@ -198,18 +211,18 @@ def least_num_blocks(block_size: int, family: str | None) -> int:
 
 
 @functools.cache
-def plain_text(prompt: int, sampling: str) -> RequestResult:
+def plain_text(prompt: int, sampling: str, is_hybrid: bool) -> RequestResult:
     """A request alone, in an engine without a drafter, up to the largest budget."""
     parameters = sampling_parameters(sampling, MAX_TOKENS, is_drafted=False)
     settings = EngineSettings(max_num_seqs=1, max_model_len=MAX_MODEL_LEN, prefix_cache=False)
-    (result,) = Engine(models(None)[0], None, settings).generate([PROMPTS[prompt]], parameters)
+    (result,) = Engine(models(None, is_hybrid)[0], None, settings).generate([PROMPTS[prompt]], parameters)
     return result
 
 
 @functools.cache
 def alone(kind: EngineKind, prompt: int, sampling: str, is_drafted: bool) -> RequestResult:
     """A request alone in an engine of its kind, up to the largest budget."""
-    plain = plain_text(prompt, sampling)
+    plain = plain_text(prompt, sampling, kind.is_hybrid)
     if kind.family is None or not is_drafted:
         return plain
     script = (*PROMPTS[prompt], *plain.token_ids)
@@ -274,7 +287,7 @@ def run(schedule: Schedule, *, is_checked: bool = True) -> Outcome:
 def _run(schedule: Schedule, moment: Moment) -> Outcome:
     names = [str(index) for index in range(len(schedule.requests))]
     scripts = {
-        name: (*request.prompt_ids, *plain_text(request.prompt, request.sampling).token_ids)
+        name: (*request.prompt_ids, *plain_text(request.prompt, request.sampling, schedule.is_hybrid).token_ids)
         for name, request in zip(names, schedule.requests, strict=True)
     }
     engine = make_engine(
@@ -286,6 +299,8 @@ def _run(schedule: Schedule, moment: Moment) -> Outcome:
         prefill_chunk_size=schedule.chunk_size,
         prefix_cache=schedule.has_cache,
         run_ahead=schedule.runs_ahead,
+        num_snapshots=schedule.num_snapshots,
+        snapshot_spacing=schedule.spacing * schedule.block_size,
     )
     num_free = engine.stats().num_free_blocks
     deltas: list[RequestDelta] = []
@@ -335,6 +350,7 @@ def faults(schedule: Schedule, outcome: Outcome) -> list[str]:
     counts = {
         "num_used_blocks": 0,
         "num_fenced_blocks": 0,
+        "num_used_snapshots": 0,
         "num_running": 0,
         "num_waiting": 0,
         "num_free_slots": schedule.num_slots,

@@ -22,6 +22,7 @@ class BlockStats:
         num_resumed_tokens: of these, those of requests that had stepped back.
         num_evictions: cached blocks that were given up for others.
         num_cached_snapshots: recurrent states that a later request can begin with; 0 where the target has none.
+        num_used_snapshots: states that requests hold for themselves, or are about to begin with.
         num_snapshot_evictions: of those, given up for others.
         num_preemptions: how often a request stepped back for lack of blocks.
         num_consolidations: how often a request's blocks were copied into one run, on a CPU.
@@ -43,6 +44,7 @@ class BlockStats:
     num_resumed_tokens: int
     num_evictions: int
     num_cached_snapshots: int
+    num_used_snapshots: int
     num_snapshot_evictions: int
     num_preemptions: int
     num_consolidations: int
@@ -69,6 +71,7 @@ class BlockStats:
             num_resumed_tokens=blocks.num_resumed_tokens,
             num_evictions=pool.num_evictions,
             num_cached_snapshots=states.pool.num_cached if states is not None else 0,
+            num_used_snapshots=states.pool.num_used if states is not None else 0,
             num_snapshot_evictions=states.pool.num_evictions if states is not None else 0,
             num_preemptions=scheduler.num_preemptions,
             num_consolidations=blocks.num_consolidations,

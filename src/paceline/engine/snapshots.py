@@ -89,6 +89,11 @@ class SnapshotPool:
         return sum(text is not None for text in self._texts)
 
     @property
+    def num_used(self) -> int:
+        """Rows that somebody holds, to write or to read."""
+        return sum(owners > 0 for owners in self._owners)
+
+    @property
     def num_free(self) -> int:
         """Rows that `allocate` can give, by giving up a published one where needed."""
         idle = sum(text is not None and self._is_idle(row) for row, text in enumerate(self._texts))

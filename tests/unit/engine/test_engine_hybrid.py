@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests import tiny
 from tests.hybrid_runs import (
     FAMILIES,
     GREEDY,
@@ -29,13 +30,20 @@ from tests.hybrid_runs import (
     stepwise_state,
     stepwise_text,
 )
+from tests.tiny_kimi import kimi_target, small_kimi_config
 from tests.unit.engine.serving_runs import same_run
 
 import paceline.engine.hybrid_attends as hybrid_attends
 import paceline.engine.recurrent_state as recurrent_state
+from paceline.engine.attends import AttentionChoice
+from paceline.engine.engine import Engine
+from paceline.engine.proposal import Rows
 from paceline.engine.recurrent_state import RecurrentState, StateRows
+from paceline.engine.sampling_flags import SamplingFlags
+from paceline.engine.step import StepBatch, decode_step
 
 PROMPTS = dict(zip("abcd", prompts_of([9, 21, 5, 14]), strict=True))
+NAN_ID = 39  # in nobody's text
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -265,3 +273,94 @@ def test_memory_is_counted() -> None:
     states = 3 * 5 * 4 * (2 * 8 * 8 + 3 * 48)  # slots and padding, delta layers, state and history
     records = 2 * 5 * 5 * 4 * (3 * 2 * 8 + 48)  # requests, layers, rows of a step
     assert stats.recurrent_state_bytes == states + records
+
+
+def nan_draft(engine: Engine, at: int) -> Engine:
+    """The last draft of the blocks at some positions is a token whose embedding is NaN."""
+
+    class Spoiling:
+        def __init__(self, inner: Any) -> None:
+            self._inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._inner, name)
+
+        def propose(self, rows: Any, state: Any, **options: Any) -> Any:
+            proposal = self._inner.propose(rows, state, **options)
+            ids_BK = proposal.ids_BK.clone()
+            spoiled = state.lengths[rows.slots_B] % at == 0
+            ids_BK[spoiled, 2] = NAN_ID
+            return proposal._replace(ids_BK=ids_BK)
+
+    engine.wrap_proposer(Spoiling)
+    return engine
+
+
+@pytest.mark.parametrize("is_exact", [True, False], ids=["row by row", "in one sum"])
+def test_a_draft_that_overflows_leaves_no_trace(is_exact: bool) -> None:
+    """Its row is never taken in; where it spoils rows before it, the anchor is run again from the state as it was."""
+    target = tiny.wrap_target(
+        kimi_target(small_kimi_config(6, 3, max_position_embeddings=256)), "row_invariant" if is_exact else "plain"
+    )
+    engine = helped(target, drafter_for(target, "dflash"), PROMPTS, max_num_seqs=2)
+    names = [engine.add_request(prompt, UNDRAFTED, name) for name, prompt in PROMPTS.items()]
+    right = {result.request_id: result.token_ids for result in run(engine, names)}
+    assert all(NAN_ID not in (*PROMPTS[name], *tokens) for name, tokens in right.items())
+    target.model.embed_tokens.weight[NAN_ID] = torch.nan
+    engine = nan_draft(helped(target, drafter_for(target, "dflash"), PROMPTS, max_num_seqs=2), 3)
+    names = [engine.add_request(prompt, GREEDY, name) for name, prompt in PROMPTS.items()]
+    for result in run(engine, names):
+        assert (result.finish_reason, result.token_ids) == ("length", right[result.request_id])
+    assert engine.stats().num_numeric_errors == 0
+    assert (engine.stats().num_spoiled_blocks > 0) == (not is_exact)
+    require_empty(engine)
+
+
+def test_a_step_on_an_anchor_that_is_not_there_takes_nothing_in() -> None:
+    """A step may be launched before the host knows that the one before it gave no token."""
+    target = small_target()
+    engine = helped(target, drafter_for(target, "dflash"), PROMPTS, max_num_seqs=1)
+    engine.add_request(PROMPTS["a"], GREEDY, "a")
+    for _ in range(3):
+        engine.step()
+    loop = engine._loop
+    recurrent, state = loop.parts.recurrent, loop.parts.state
+    assert recurrent is not None
+    before, end = recurrent.rows.checksum(0), int(recurrent.ends_S[0])
+    (request,) = loop.requests.values()
+    with torch.inference_mode():
+        for anchor, is_same in ((-1, True), (7, False)):
+            state.restore(0, length=end, anchor=anchor, step=1)
+            rows = Rows([0], torch.tensor([0]), [end], torch.tensor([end]), 1)
+            batch = StepBatch(rows, SamplingFlags.of([request.sampling]), writes_context=True)
+            decode_step(loop.parts.target.model, loop.parts.proposer, loop.parts.cache, state, loop.parts.choice, batch)
+            assert (recurrent.rows.checksum(0) == before) == is_same
+            assert int(recurrent.ends_S[0]) == end + (not is_same)
+
+
+@pytest.mark.parametrize("family", ["dflash", "eagle3"])
+def test_the_batched_form_serves_too(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU runs, on the references of its kernels; the best two logits lie far enough apart."""
+    target = tiny.wrap_target(kimi_target(small_kimi_config(6, 3, max_position_embeddings=256)), "plain")
+    monkeypatch.setattr(
+        AttentionChoice,
+        "for_device",
+        lambda *_args, **_options: AttentionChoice(is_batched=True, is_row_invariant=False),
+    )
+    engine = helped(target, drafter_for(target, family), PROMPTS, max_num_seqs=3, prefill_chunk_size=8)
+    assert engine.stats().attention == "batched"
+    names = [engine.add_request(prompt, GREEDY, name) for name, prompt in PROMPTS.items()]
+    engine.step()
+    engine.preempt("a")
+    for name, result in zip(names, run(engine, names), strict=True):
+        assert result.token_ids == stepwise_text(small_target(), PROMPTS[name], GREEDY.max_tokens)
+    require_empty(engine)
+
+
+def test_a_hybrid_target_passes_its_canary_and_measures_its_steps() -> None:
+    target = small_target()
+    engine = checked(target, drafter_for(target, "dflash"), max_num_seqs=2, canary="start", draft_length="adaptive")
+    names = [engine.add_request(PROMPTS[name], GREEDY, name) for name in "ab"]
+    for name, result in zip("ab", run(engine, names), strict=True):
+        assert result.token_ids == stepwise_text(target, PROMPTS[name], GREEDY.max_tokens)
+    require_empty(engine)
