@@ -11,14 +11,17 @@ from typing import Any
 
 import pytest
 from tests.random_schedules import check_schedules
+from torch import Tensor
 
 from paceline.engine import step as step_module
 from paceline.engine.block_planes import BlockPlanes
 from paceline.engine.held_blocks import HeldBlocks
 from paceline.engine.proposal import Rows
+from paceline.engine.recurrent_state import RecurrentState
 from paceline.engine.request_blocks import RequestBlocks
 from paceline.engine.running import RunningRequest
 from paceline.engine.scheduler import Scheduler
+from paceline.engine.slot_states import SlotStates
 from paceline.engine.slots import SlotState
 from paceline.errors import EngineFaultError
 
@@ -140,3 +143,64 @@ def test_a_planted_fault_is_seen(
     plant(monkeypatch)
     with pytest.raises((AssertionError, EngineFaultError)):
         check_schedules(NUM_WITH_FAULTS, SEED_WITH_FAULTS, is_checked=is_checked)
+
+
+# Hybrid targets
+
+NUM_HYBRID, SEED_OF_HYBRID = 30, 2_000
+
+
+@pytest.fixture(scope="module")
+def _sound_hybrid_schedules() -> None:
+    check_schedules(NUM_HYBRID, SEED_OF_HYBRID, is_hybrid=True)
+
+
+@pytest.mark.usefixtures("_sound_hybrid_schedules")
+def test_every_request_of_a_hybrid_target_comes_out_as_it_does_alone() -> None:
+    """Stepping back, hits, interruptions and few snapshots, as for dense targets."""
+
+
+def keep_the_old_state(patch: pytest.MonkeyPatch) -> None:
+    """A slot is not emptied when it changes hands."""
+    begin = RecurrentState.begin
+
+    def unchanged(self: RecurrentState, slot: int, *source: Any, position: int = 0) -> None:
+        if source:
+            begin(self, slot, *source, position=position)
+        self.ends_S[slot] = position
+
+    patch.setattr(RecurrentState, "begin", unchanged)
+
+
+def take_in_a_refused_row(patch: pytest.MonkeyPatch) -> None:
+    """One row more than was kept is taken in, where there is one."""
+    commit = RecurrentState.commit
+
+    def greedy(self: RecurrentState, slots: Tensor, counts: Tensor, num_rows: int, copies: Any = None) -> None:
+        commit(self, slots, (counts + 1).clamp(max=num_rows), num_rows, copies)
+        self.ends_S[slots] -= (counts + 1).clamp(max=num_rows) - counts
+
+    patch.setattr(RecurrentState, "commit", greedy)
+
+
+def go_on_after_an_interruption(patch: pytest.MonkeyPatch) -> None:
+    """Requests keep their slots, with states that may have moved on in part."""
+    patch.setattr(SlotStates, "is_recurrent", property(lambda _: False))
+
+
+HYBRID_FAULTS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
+    keep_the_old_state,
+    take_in_a_refused_row,
+    go_on_after_an_interruption,
+)
+
+
+@pytest.mark.usefixtures("_sound_hybrid_schedules")
+@pytest.mark.parametrize("is_checked", [True, False], ids=["checks on", "checks off"])
+@pytest.mark.parametrize("plant", HYBRID_FAULTS, ids=lambda plant: plant.__name__)
+def test_a_planted_fault_of_states_is_seen(
+    plant: Callable[[pytest.MonkeyPatch], None], is_checked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_schedules(NUM_HYBRID, SEED_OF_HYBRID, is_checked=is_checked, is_hybrid=True)

@@ -93,7 +93,7 @@ class EngineLoop:
                 lookahead=parts.sizes.lookahead,
                 runs_ahead=self._runs_ahead,
             )
-            self._checks = LoopChecks(checks, self._states.checks(parts.state.lengths))
+            self._checks = LoopChecks(checks, self._states.checks(parts.state))
         self.blocks = RequestBlocks(
             self._pool,
             parts.tables,

@@ -13,16 +13,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from paceline.engine.blocks import BlockPool
 from paceline.engine.recurrent_state import RecurrentState, StateCopies, StateRows
 from paceline.engine.request_blocks import StateStore
 from paceline.engine.running import RunningRequest
 from paceline.engine.settings import SnapshotSizes
+from paceline.engine.slots import SlotState
 from paceline.engine.snapshots import SnapshotPool, boundaries_within
 from paceline.engine.state_checks import StateChecks
 from paceline.engine.step import HostStep, StepBatch
+from paceline.engine.transfers import to_device
 
 
 class SlotStates:
@@ -55,15 +56,15 @@ class SlotStates:
         if kept is not None:
             self.store = StateStore(SnapshotPool(sizes.num_snapshots, pool), sizes.spacing, kept.is_finite)
 
-    def checks(self, lengths: Tensor) -> StateChecks | None:
+    def checks(self, state: SlotState) -> StateChecks | None:
         """What debug mode asserts of these states; None where there are none.
 
         Args:
-            lengths: n per slot, on the device.
+            state: of the slots.
         """
         if self._recurrent is None:
             return None
-        return StateChecks(self._recurrent, lengths, self._kept, self.store.pool if self.store is not None else None)
+        return StateChecks(self._recurrent, state, self._kept, self.store.pool if self.store is not None else None)
 
     @property
     def is_recurrent(self) -> bool:
@@ -134,7 +135,7 @@ class SlotStates:
         self._launched[number] = row_of
         rows_B = [row_of.get(request.request_id, -1) for request in requests]
         device = rows.slots_B.device
-        copies = StateCopies(self._kept, tuple(places), torch.tensor(rows_B, device=device), size)
+        copies = StateCopies(self._kept, tuple(places), to_device(torch.tensor(rows_B), device), size)
         return replace(batch, state_copies=copies)
 
     def take_step(self, number: int, request: RunningRequest, start: int, step: HostStep) -> None:

@@ -1,7 +1,7 @@
 """What must hold for the recurrent states of a hybrid target, asserted in debug mode beside `invariants.py`.
 
 R1   A slot's state stands where its request does: at n, as the device has it, or behind the chunks of its prompt that
-     were run.
+     were launched.
 R2   Slots without a request and rows without a state are filled with NaN and stay so: nobody writes there, and who
      reads one meets NaN.
 R3   A state that requests may begin with keeps its bits.
@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from torch import Tensor
-
 from paceline.engine.prefix_index import CachedText
 from paceline.engine.recurrent_state import RecurrentState, StateRows
 from paceline.engine.running import RunningRequest
+from paceline.engine.slots import SlotState
 from paceline.engine.snapshots import SnapshotPool
 
 
@@ -26,15 +25,15 @@ class StateChecks:
 
     Args:
         recurrent: by slot.
-        lengths: n per slot, on the device.
+        state: of the slots.
         kept: rows for later requests; None where none are kept.
         pool: who holds these; None with them.
     """
 
     def __init__(
-        self, recurrent: RecurrentState, lengths: Tensor, kept: StateRows | None, pool: SnapshotPool | None
+        self, recurrent: RecurrentState, state: SlotState, kept: StateRows | None, pool: SnapshotPool | None
     ) -> None:
-        self._recurrent, self._lengths, self._kept, self._pool = recurrent, lengths, kept, pool
+        self._recurrent, self._state, self._kept, self._pool = recurrent, state, kept, pool
         self._num_slots = recurrent.ends_S.shape[0] - 1
         self._poisoned_slots: dict[int, int] = {}
         self._poisoned_rows: dict[int, int] = {}
@@ -51,10 +50,11 @@ class StateChecks:
         for request in running:
             slot = request.slot
             assert slot is not None, "only admitted requests have a state"
-            is_decoding = request.is_decoding and request.is_resumed
-            expected = int(self._lengths[slot]) if is_decoding else request.num_prefilled
-            end = int(self._recurrent.ends_S[slot])
             self._num_taken[slot] += 1
+            if request.is_decoding and not self._state.is_alive[slot]:
+                continue  # it ended, or its last step gave no token and is done again, which the host is about to read
+            expected = int(self._state.lengths[slot]) if request.is_decoding else request.num_prefilled
+            end = int(self._recurrent.ends_S[slot])
             assert end == expected, f"R1: {request.request_id} stands at {expected}, its state at {end}"
         self._check_rows()
 

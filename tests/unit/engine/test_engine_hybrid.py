@@ -163,6 +163,29 @@ def test_chunk_sizes_make_no_difference(chunk_size: int) -> None:
     assert text_is_right(prefill_chunk_size=chunk_size)
 
 
+@pytest.mark.parametrize("num_draft_tokens", [1, 3])
+def test_numbers_of_drafts_make_no_difference(num_draft_tokens: int) -> None:
+    assert text_is_right(num_draft_tokens=num_draft_tokens)
+
+
+def test_survivors_of_an_abort_and_of_a_step_back_go_on_as_alone() -> None:
+    """B47: one request ends right behind its step, another steps back, and a new one takes a slot."""
+    target = small_target()
+    engine = helped(target, drafter_for(target, "dflash"), PROMPTS, max_num_seqs=3)
+    for name in "abc":
+        engine.add_request(PROMPTS[name], GREEDY, name)
+    engine.step()
+    engine.step()
+    engine.abort("a")
+    assert engine.preempt("b")
+    engine.add_request(PROMPTS["d"], GREEDY, "d")
+    for name, result in zip("bcd", run(engine, "bcd"), strict=True):
+        assert result.token_ids == stepwise_text(target, PROMPTS[name], GREEDY.max_tokens)
+        for record in result.trace.records:
+            assert 0 <= record.num_verified_accepted <= len(record.proposed_ids)
+    require_empty(engine)
+
+
 def test_any_order_of_admission_and_company_gives_the_same_runs() -> None:
     """Drafted and undrafted requests, greedy and sampled, in one step or another."""
     target = small_target()
