@@ -148,8 +148,9 @@ FAULTS: tuple[Plant, ...] = (
 )
 
 
-def test_text_is_right_where_slots_are_shared_and_used_again() -> None:
-    assert text_is_right()
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_text_is_right_where_slots_are_shared_and_used_again(runs_ahead: bool) -> None:
+    assert text_is_right(run_ahead=runs_ahead)
 
 
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
@@ -197,8 +198,8 @@ def test_any_order_of_admission_and_company_gives_the_same_runs() -> None:
         engine = helped(target, drafter, PROMPTS, max_num_seqs=1, **options)
         engine.add_request(PROMPTS[name], sampling, name)
         (alone[name],) = run(engine, [name])
-    for order in list(itertools.permutations("abcd"))[::5]:
-        engine = helped(target, drafter, PROMPTS, max_num_seqs=3, **options)
+    for index, order in enumerate(list(itertools.permutations("abcd"))[::5]):
+        engine = helped(target, drafter, PROMPTS, max_num_seqs=3, run_ahead=index % 2 == 1, **options)
         for name in order:
             engine.add_request(PROMPTS[name], wanted[name], name)
             engine.step()
@@ -319,8 +320,9 @@ def nan_draft(engine: Engine, at: int) -> Engine:
     return engine
 
 
+@pytest.mark.parametrize("runs_ahead", [False, True])
 @pytest.mark.parametrize("is_exact", [True, False], ids=["row by row", "in one sum"])
-def test_a_draft_that_overflows_leaves_no_trace(is_exact: bool) -> None:
+def test_a_draft_that_overflows_leaves_no_trace(is_exact: bool, runs_ahead: bool) -> None:
     """Its row is never taken in; where it spoils rows before it, the anchor is run again from the state as it was."""
     target = tiny.wrap_target(
         kimi_target(small_kimi_config(6, 3, max_position_embeddings=256)), "row_invariant" if is_exact else "plain"
@@ -330,7 +332,8 @@ def test_a_draft_that_overflows_leaves_no_trace(is_exact: bool) -> None:
     right = {result.request_id: result.token_ids for result in run(engine, names)}
     assert all(NAN_ID not in (*PROMPTS[name], *tokens) for name, tokens in right.items())
     target.model.embed_tokens.weight[NAN_ID] = torch.nan
-    engine = nan_draft(helped(target, drafter_for(target, "dflash"), PROMPTS, max_num_seqs=2), 3)
+    spoilt = helped(target, drafter_for(target, "dflash"), PROMPTS, max_num_seqs=2, run_ahead=runs_ahead)
+    engine = nan_draft(spoilt, 3)
     names = [engine.add_request(prompt, GREEDY, name) for name, prompt in PROMPTS.items()]
     for result in run(engine, names):
         assert (result.finish_reason, result.token_ids) == ("length", right[result.request_id])

@@ -73,7 +73,7 @@ def gain_on_equals_gain_off(target: LoadedTarget, family: str, **settings: Any) 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_gain_is_the_same_with_the_cache_off_cold_and_warm(family: str) -> None:
-    assert gain_on_equals_gain_off(small_target(), family)
+    assert gain_on_equals_gain_off(small_target(), family, run_ahead=family in ("dflash2", "eagle3"))
 
 
 @pytest.mark.parametrize("family", ["dflash", "dspark-latent"])
@@ -103,11 +103,12 @@ def test_a_second_turn_begins_behind_the_last_full_block_of_the_first() -> None:
     target = small_target()
     (prompt,) = prompts_of([13], seed=4)
     answer = stepwise_text(target, prompt, GREEDY.max_tokens)
-    for family in (None, "dflash"):
+    for family, runs_ahead in ((None, False), (None, True), ("dflash", False), ("dflash", True)):
+        settings = {"max_num_seqs": 1, "run_ahead": runs_ahead}
         if family is None:
-            engine = checked(target, max_num_seqs=1)
+            engine = checked(target, **settings)
         else:
-            engine = helped(target, drafter_for(target, family), {"first": prompt}, max_num_seqs=1)
+            engine = helped(target, drafter_for(target, family), {"first": prompt}, **settings)
         engine.add_request(prompt, GREEDY, "first")
         assert run(engine, ["first"])[0].token_ids == answer
         # 13 + 20 tokens, of which the last was not run; the request keeps the latest state of its answer alone
@@ -316,8 +317,9 @@ def answers_are_right(**settings: Any) -> bool:
     )
 
 
-def test_answers_over_two_turns_are_right() -> None:
-    assert answers_are_right()
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_answers_over_two_turns_are_right(runs_ahead: bool) -> None:
+    assert answers_are_right(run_ahead=runs_ahead)
 
 
 @pytest.mark.parametrize(
