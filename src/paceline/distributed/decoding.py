@@ -30,6 +30,7 @@ from paceline.distributed.world import OtherRankFailedError
 from paceline.engine.slots import SamplingRows
 from paceline.errors import EXIT_FAILED
 from paceline.models.stepwise import StepwiseContext
+from paceline.ops.sample_tokens import NO_TOKEN
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,7 @@ class Decoder:
                 rows,
                 counts=counts,
                 new_places=new,
+                num_judged=places.num_judged(),
                 requests=running,
             )
             self._tell(plan)
@@ -160,18 +162,25 @@ class Decoder:
         if found is None:
             return token_ids_BT, []
         hidden_BTD, taps = found
-        num_rows = token_ids_BT.shape[1]
-        position_BT = context.lengths_B.unsqueeze(1) + torch.arange(num_rows, device=device)
-        own_ids_R = choose_ids(
-            self._pass.logits(hidden_BTD).flatten(0, 1),
-            vocabulary_shard(self._contract, self._mesh.tensor),
-            self._mesh.tensor,
-            sampling=SamplingRows(*(rows_B.to(device).repeat_interleave(num_rows) for rows_B in plan.sampling)),
-            position_R=position_BT.flatten(),
-            all_greedy=plan.all_greedy,
-            is_truncated=plan.is_truncated,
-        )
-        return own_ids_R.view(token_ids_BT.shape), taps
+        return self._choose(hidden_BTD, plan, context), taps
+
+    def _choose(self, hidden_BTD: Tensor, plan: Plan, context: StepwiseContext) -> Tensor:
+        """The target's own token behind every row that is judged, int64 [B, T]; -1 elsewhere."""
+        device, num_rows = hidden_BTD.device, hidden_BTD.shape[1]
+        own_ids_BT = torch.full(hidden_BTD.shape[:2], NO_TOKEN, dtype=torch.int64, device=device)
+        is_judged_BT = torch.arange(num_rows) < plan.num_judged_B.unsqueeze(1)
+        places_R, rows_R = (index_R.to(device) for index_R in is_judged_BT.nonzero(as_tuple=True))
+        if len(places_R):
+            own_ids_BT[places_R, rows_R] = choose_ids(
+                self._pass.logits(hidden_BTD[places_R, rows_R]),
+                vocabulary_shard(self._contract, self._mesh.tensor),
+                self._mesh.tensor,
+                sampling=SamplingRows(*(setting_B.to(device)[places_R] for setting_B in plan.sampling)),
+                position_R=context.lengths_B[places_R] + rows_R,
+                all_greedy=plan.all_greedy,
+                is_truncated=plan.is_truncated,
+            )
+        return own_ids_BT
 
     def _tell(self, plan: Plan) -> None:
         if self._mesh.world.size > 1:

@@ -163,11 +163,15 @@ class Places:
                 place.rows = place.text[place.num_run : end]
         return [[] if place is None else place.rows for place in self.running]
 
+    def num_judged(self) -> list[int]:
+        """How many rows of each place a token is chosen behind: the anchor and its drafts, none of a prompt's."""
+        return [len(place.rows) if place is not None and place.is_at_anchor else 0 for place in self.running]
+
     def take(self, own_ids: Sequence[Sequence[int]]) -> list[int]:
         """Judge the rows that `next_rows` gave.
 
         Args:
-            own_ids: the target's choice behind every row, by place.
+            own_ids: the target's choice behind every row that is judged, by place.
         Returns:
             How many rows of each place count, from the first. Places whose request ended are free afterwards.
         """

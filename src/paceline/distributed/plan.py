@@ -22,7 +22,7 @@ from paceline.ops.target_distribution import effective_temperature
 
 PlanKind = Literal["run", "end", "failed"]
 _KINDS: tuple[PlanKind, ...] = ("run", "end", "failed")
-_NUM_COLUMNS = 7  # before the tokens: count, whether new, seed, top-k; bits of temperature, top-p and min-p
+_NUM_COLUMNS = 8  # before the tokens: count, whether new, rows judged, seed, top-k; bits of the other three settings
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Plan:
         kind: whether there is a pass at all.
         counts_B: int64, rows of the pass before that count.
         is_new_B: bool, places that are emptied before this pass.
+        num_judged_B: int64, rows of this pass behind which a token is chosen, from the first; 0 within a prompt.
         sampling: as `DecodeRequest` has it, temperatures effective.
         token_ids_BT: int64; rows past a place's own hold 0, and count for nothing.
     """
@@ -40,6 +41,7 @@ class Plan:
     kind: PlanKind
     counts_B: Tensor
     is_new_B: Tensor
+    num_judged_B: Tensor
     sampling: SamplingRows
     token_ids_BT: Tensor
 
@@ -59,7 +61,7 @@ class Plan:
         """The last message of a run; nothing is committed any more."""
         none_B = torch.zeros(num_places, dtype=torch.int64)
         settings = SamplingRows(none_B.float(), none_B, none_B.float(), none_B.float(), none_B)
-        return Plan(kind, none_B, none_B.bool(), settings, none_B.new_zeros(num_places, 0))
+        return Plan(kind, none_B, none_B.bool(), none_B, settings, none_B.new_zeros(num_places, 0))
 
     @staticmethod
     def of_rows(
@@ -67,6 +69,7 @@ class Plan:
         *,
         counts: Sequence[int],
         new_places: Sequence[int],
+        num_judged: Sequence[int],
         requests: Sequence[DecodeRequest | None],
     ) -> Plan:
         """A pass over the rows of every place.
@@ -75,6 +78,7 @@ class Plan:
             rows: by place.
             counts: rows of the pass before that count, by place.
             new_places: that change hands before this pass.
+            num_judged: rows behind which a token is chosen, by place.
             requests: by place; None where nothing runs.
         """
         ids_BT = torch.zeros(len(rows), max(len(row) for row in rows), dtype=torch.int64)
@@ -86,6 +90,7 @@ class Plan:
             "run",
             torch.tensor(list(counts), dtype=torch.int64),
             is_new_B,
+            torch.tensor(list(num_judged), dtype=torch.int64),
             _sampling_of(requests),
             ids_BT,
         )
@@ -116,7 +121,7 @@ def tell(plan: Plan, max_rows: int, decider: int) -> None:
     message[0, 0], message[0, 1] = _KINDS.index(plan.kind), num_rows
     temperature_B, top_k_B, top_p_B, min_p_B, seed_B = plan.sampling
     bits = [numbers_B.view(torch.int32).long() for numbers_B in (temperature_B, top_p_B, min_p_B)]
-    columns = (plan.counts_B, plan.is_new_B.long(), seed_B, top_k_B, *bits)
+    columns = (plan.counts_B, plan.is_new_B.long(), plan.num_judged_B, seed_B, top_k_B, *bits)
     message[1:, :_NUM_COLUMNS] = torch.stack(columns, dim=1)
     message[1:, _NUM_COLUMNS : _NUM_COLUMNS + num_rows] = plan.token_ids_BT
     dist.broadcast(message, decider)
@@ -132,13 +137,14 @@ def hear(num_places: int, max_rows: int, decider: int) -> Plan:
     """
     message = torch.zeros(num_places + 1, _NUM_COLUMNS + max_rows, dtype=torch.int64)
     dist.broadcast(message, decider)
-    counts_B, is_new_B, seed_B, top_k_B, *bits = message[1:, :_NUM_COLUMNS].unbind(1)
+    counts_B, is_new_B, num_judged_B, seed_B, top_k_B, *bits = message[1:, :_NUM_COLUMNS].unbind(1)
     temperature_B, top_p_B, min_p_B = (bits_B.int().view(torch.float32) for bits_B in bits)
     num_rows = int(message[0, 1])
     return Plan(
         _KINDS[int(message[0, 0])],
         counts_B,
         is_new_B.bool(),
+        num_judged_B,
         SamplingRows(temperature_B, top_k_B, top_p_B, min_p_B, seed_B),
         message[1:, _NUM_COLUMNS : _NUM_COLUMNS + num_rows],
     )

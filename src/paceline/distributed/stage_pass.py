@@ -69,9 +69,9 @@ class StagePass:
         return hidden_BTD, [] if taps is None else taps.collected()
 
     @torch.no_grad()
-    def logits(self, hidden_BTD: Tensor) -> Tensor:
-        """Scores of this rank's ids, [B, T, I], from the output before the final norm."""
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of this rank's ids, [..., D] to [..., I], from the output before the final norm."""
         assert self.stage.norm is not None and self.stage.lm_head is not None and self.contract.kimi is not None
-        scores = score_rows(self.stage.lm_head, self.stage.norm(hidden_BTD))
+        scores = score_rows(self.stage.lm_head, self.stage.norm(hidden))
         scale = self.contract.kimi.logit_scale
         return scores if scale == 1.0 else scores * scale

@@ -43,6 +43,9 @@ def run(
         own = [
             [follows([*committed[number], *row[: at + 1]]) for at in range(len(row))] for number, row in enumerate(rows)
         ]
+        judged = places.num_judged()
+        own = [ids if judged[number] else [NO_TOKEN] * len(ids) for number, ids in enumerate(own)]
+        assert all(count in (0, len(row)) for count, row in zip(judged, rows, strict=True))
         for number, count in enumerate(places.take(own)):
             assert count <= len(rows[number]) and (count > 0) == bool(rows[number])
             committed[number] = [*committed.get(number, []), *rows[number][:count]]

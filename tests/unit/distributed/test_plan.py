@@ -18,6 +18,7 @@ PLANS = {
         [[5] * 9, [], [7, 8]],
         counts=[0, 4, 1],
         new_places=[0, 2],
+        num_judged=[0, 0, 2],
         requests=[
             DecodeRequest((5,), temperature=0.7, seed=-5, top_k=2**40),
             None,
@@ -25,7 +26,11 @@ PLANS = {
         ],
     ),
     "block": Plan.of_rows(
-        [[5, 6, 7], [9], []], counts=[3, 0, 1], new_places=[], requests=[DecodeRequest((5,)), None, None]
+        [[5, 6, 7], [9], []],
+        counts=[3, 0, 1],
+        new_places=[],
+        num_judged=[3, 1, 0],
+        requests=[DecodeRequest((5,)), None, None],
     ),
     "end": Plan.closing("end", PLACES),
     "failed": Plan.closing("failed", PLACES),
@@ -54,7 +59,7 @@ def test_what_is_told_is_heard(name: str, wire: list[Tensor]) -> None:
     tell(told, MOST_ROWS, decider=0)
     heard: Any = hear(PLACES, MOST_ROWS, decider=0)
     assert heard.kind == told.kind
-    for field in ("counts_B", "is_new_B", "token_ids_BT"):
+    for field in ("counts_B", "is_new_B", "num_judged_B", "token_ids_BT"):
         assert torch.equal(getattr(heard, field), getattr(told, field)), field
     for one, other in zip(heard.sampling, told.sampling, strict=True):
         assert torch.equal(one, other) and one.dtype == other.dtype
@@ -65,7 +70,7 @@ def test_what_is_told_is_heard(name: str, wire: list[Tensor]) -> None:
 def test_every_step_has_a_message_of_one_shape(wire: list[Tensor]) -> None:
     for told in PLANS.values():
         tell(told, MOST_ROWS, decider=0)
-    assert {message.shape for message in wire} == {(PLACES + 1, 7 + MOST_ROWS)}
+    assert {message.shape for message in wire} == {(PLACES + 1, 8 + MOST_ROWS)}
 
 
 def test_rows_of_different_lengths_are_filled_up() -> None:

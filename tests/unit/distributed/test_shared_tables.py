@@ -60,8 +60,8 @@ def decide(ranks: Ranks, folder: Path, fields: dict[str, Any], is_planted: bool 
     return {
         "kept": kept,
         "tokens": [one.token_ids for one in found],
-        "accepted": [one.num_accepted for one in found],
-        "drafted": [one.num_drafted for one in found],
+        "accepted": [one.acceptance.num_accepted for one in found],
+        "drafted": [one.acceptance.num_draft_tokens for one in found],
     }
 
 
