@@ -21,6 +21,9 @@ from paceline.errors import CapacityError, CheckpointError, MissingExtraError, O
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
+# of drafters alone: the mask token's row may lie beside the weights, and without the file another row would be read
+_DRAFTER_FILES = (*_HUB_FILES, "mask_embedding.pt")
+_STATE_FILES = ("*.bin", "*.pt", "*.pth")  # weights of a drafter that has no safetensors
 _MAX_JSON_BYTES = 64 * 2**20  # a config.json or index of this size is some other file
 
 
@@ -81,7 +84,9 @@ def locate_drafter(name: str, *, offline: bool = False) -> Path:
         _require_config(path, "drafter")
         return path
     if _is_hub_name(name):
-        folder = _from_hub(name, offline=offline)
+        folder = _from_hub(name, offline=offline, files=_DRAFTER_FILES)
+        if not any(folder.glob("*.safetensors")):
+            folder = _from_hub(name, offline=offline, files=(*_DRAFTER_FILES, *_STATE_FILES))
         _require_config(folder, "drafter")
         return folder
     raise _nothing_there(name, "drafter", "a drafter folder or a hub name owner/name")
@@ -169,13 +174,13 @@ def _file_in_wheel(alias: str, wheel: _Wheel) -> Path:
     return files[0]
 
 
-def _from_hub(name: str, *, offline: bool) -> Path:
+def _from_hub(name: str, *, offline: bool, files: tuple[str, ...] = _HUB_FILES) -> Path:
     from huggingface_hub import constants, errors, snapshot_download
 
     offline = offline or constants.HF_HUB_OFFLINE
     origin = {"cache": constants.HF_HUB_CACHE}
     try:
-        return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES), local_files_only=offline))
+        return Path(snapshot_download(name, allow_patterns=list(files), local_files_only=offline))
     except errors.GatedRepoError as error:
         raise CheckpointError(
             f"the hub repository {name} asks for an agreement before it can be downloaded",

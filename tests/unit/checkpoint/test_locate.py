@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import importlib.util
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -113,6 +115,30 @@ def test_hub_download_gets_the_offline_choice(
     assert seen["local_files_only"] is (offline or library_offline)
     patterns = seen["allow_patterns"]
     assert isinstance(patterns, list) and "*.safetensors" in patterns and "*.bin" not in patterns
+
+
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin", "draft.pt"])
+def test_a_drafter_from_the_hub_comes_whole(weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its mask row beside the weights, and a state dict only where there are no safetensors."""
+    import huggingface_hub
+
+    stored = ["config.json", weights, "mask_embedding.pt", "optimizer.bin", "README.md"]
+    folder, asked = tmp_path / "snapshot", []
+    folder.mkdir()
+
+    def download(name: str, **options: Any) -> str:
+        asked.append(options["allow_patterns"])
+        for file in stored:
+            if any(fnmatch(file, pattern) for pattern in options["allow_patterns"]):
+                (folder / file).write_text("{}")
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    found = {file.name for file in locate_drafter("owner/name").iterdir()}
+    assert {"config.json", weights, "mask_embedding.pt"} <= found and "README.md" not in found
+    assert len(asked) == (1 if weights.endswith(".safetensors") else 2)
+    assert ("optimizer.bin" in found) == (not weights.endswith(".safetensors"))
 
 
 @pytest.mark.parametrize(
