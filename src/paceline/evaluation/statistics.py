@@ -126,6 +126,56 @@ def bootstrap_ratio(
     return Interval(float(top.sum() / bottom.sum()), float(low), float(high), confidence, num_units)
 
 
+def bootstrap_quotient(
+    after: Sequence[tuple[float, float]],
+    before: Sequence[tuple[float, float]],
+    groups: Sequence[object] | None = None,
+    *,
+    confidence: float = 0.95,
+    num_resamples: int = NUM_RESAMPLES,
+    seed: int = 0,
+) -> Interval:
+    """Percentile bootstrap of one ratio of sums over another of the same prompts, such as two acceptance lengths.
+
+    A prompt is drawn with both its values, so that what makes it easy or hard for both cancels.
+
+    Args:
+        after: numerator and denominator of each prompt, of what is judged.
+        before: the same of what it is held against.
+        groups: a label per prompt; each group keeps its number of prompts in every resample. None is one group.
+        confidence: coverage in (0, 1).
+        num_resamples: bootstrap samples.
+        seed: of the resampling; equal seeds give equal intervals.
+
+    Raises:
+        DataError: no prompts, lengths that differ, a value that is not finite, or sums of 0.
+    """
+    labels = list(groups) if groups is not None else [None] * len(after)
+    if not len(after) == len(before) == len(labels):
+        raise DataError(f"{len(after)} prompts after, {len(before)} before, {len(labels)} labels; pairs need all three")
+    columns = [
+        _finite([pair[part] for pair in pairs], name)
+        for pairs, name in ((after, "after"), (before, "before"))
+        for part in (0, 1)
+    ]
+    if any((column < 0).any() or column.sum() == 0 for column in columns):
+        raise DataError("values of both sides must be 0 or more and not all 0", hint="no step with drafts was taken")
+    if not 0 < confidence < 1:
+        raise DataError(f"confidence {confidence} is not between 0 and 1")
+    generator = np.random.default_rng(seed)
+    places = [np.flatnonzero([label == one for label in labels]) for one in dict.fromkeys(labels)]
+    drawn = np.concatenate(
+        [place[generator.integers(0, len(place), (num_resamples, len(place)))] for place in places], axis=1
+    )
+    sums = [column[drawn].sum(axis=1) for column in columns]
+    is_usable = np.all([total > 0 for total in sums], axis=0)
+    quotients = (sums[0] * sums[3] / np.where(is_usable, sums[1] * sums[2], 1.0))[is_usable]
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(quotients, [tail, 1 - tail])
+    whole = [float(column.sum()) for column in columns]
+    return Interval(whole[0] * whole[3] / (whole[1] * whole[2]), float(low), float(high), confidence, len(after))
+
+
 def sign_test(differences: Sequence[float], *, confidence: float = 0.95) -> SignTest:
     """Two-sided sign test of paired differences, positive meaning a win.
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from paceline.errors import DataError
 from paceline.evaluation.statistics import (
     bootstrap_mean,
+    bootstrap_quotient,
     bootstrap_ratio,
     compare_pairs,
     sign_test,
@@ -136,3 +138,44 @@ def test_unusable_input_is_refused(call: object, message: str) -> None:
     assert callable(call)
     with pytest.raises(DataError, match=message):
         call()
+
+
+def test_a_quotient_is_of_sums_and_what_both_share_cancels() -> None:
+    """Prompts of very different ease, each drafted a tenth further by one of both: the ratio has no spread, the
+    acceptance lengths have."""
+    before = [(100.0, 50.0), (100.0, 20.0), (300.0, 290.0), (80.0, 31.0)]
+    after = [(tokens, steps / 1.1) for tokens, steps in before]
+    found = bootstrap_quotient(after, before)
+    assert (found.estimate, found.low, found.high) == pytest.approx((1.1, 1.1, 1.1))
+    assert found.num_units == 4
+    alone = bootstrap_ratio(*zip(*before, strict=True))
+    assert alone.high / alone.low > 1.5
+    # The planted fault: sides drawn apart from each other, as two unpaired samples.
+    shuffled = bootstrap_quotient(after, [before[index] for index in (2, 0, 3, 1)])
+    assert shuffled.estimate == pytest.approx(1.1) and shuffled.high / shuffled.low > 1.5
+
+
+def test_groups_keep_their_size_in_every_resample() -> None:
+    """Two groups without spread inside, in which the quotient is 1 and 2: drawn across them it would vary."""
+    before = [(10.0, 5.0)] * 6
+    after = [(10.0, 5.0)] * 3 + [(10.0, 2.5)] * 3
+    grouped, ungrouped = bootstrap_quotient(after, before, [0, 0, 0, 1, 1, 1]), bootstrap_quotient(after, before)
+    assert grouped.estimate == ungrouped.estimate == pytest.approx(30 / 22.5)
+    assert (60 / 22.5) * (30 / 60) == pytest.approx(grouped.low) == pytest.approx(grouped.high)
+    assert ungrouped.high - ungrouped.low > 0.3
+
+
+@pytest.mark.parametrize(
+    ("after", "before", "problem"),
+    [
+        ([(1.0, 1.0)], [], "1 prompts after, 0 before"),
+        ([(1.0, 0.0)], [(1.0, 1.0)], "not all 0"),
+        ([(1.0, 1.0)], [(0.0, 1.0)], "not all 0"),
+        ([(-1.0, 1.0)], [(1.0, 1.0)], "0 or more"),
+        ([(math.nan, 1.0)], [(1.0, 1.0)], "not finite"),
+        ([], [], "empty"),
+    ],
+)
+def test_quotients_that_mean_nothing(after: list[Any], before: list[Any], problem: str) -> None:
+    with pytest.raises(DataError, match=problem):
+        bootstrap_quotient(after, before)
