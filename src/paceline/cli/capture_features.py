@@ -139,7 +139,11 @@ def load_capture(job: FeatureJob) -> FeatureCapture:
 
     run = job.run
     target = load_target(
-        run.target.name, dtype=run.target.dtype, device=run.device, linear_mode="plain", offline=job.offline
+        run.target.name,
+        dtype=run.target.dtype,
+        device=run.device,
+        linear_mode=run.target.linear_mode,
+        offline=job.offline,
     )
     texts = read_texts(run, target.contract, target.tokenizer)
     settings = capture_settings(job, target.contract)

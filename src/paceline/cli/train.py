@@ -90,7 +90,7 @@ def _train(run: TrainRun, *, resume: bool, offline: bool, session: options.Sessi
                     run.target.name,
                     dtype=run.target.dtype,
                     device=str(ranks.device),
-                    linear_mode="plain",
+                    linear_mode=run.target.linear_mode,
                     offline=offline,
                 )
             )

@@ -38,6 +38,11 @@ class TargetSettings(Settings):
 
     name: Name = Field(description="target: a folder, a .gguf file, a hub name or an alias")
     dtype: DtypeName = Field("auto", description="precision of the frozen target; auto takes the device's best")
+    linear_mode: Literal["plain", "row_invariant"] = Field(
+        "plain",
+        description="arithmetic of the target; row_invariant is slow, and makes a step on stored features bitwise that "
+        "beside the target",
+    )
 
 
 class DrafterSettings(Settings):

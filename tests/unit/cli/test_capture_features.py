@@ -15,6 +15,7 @@ from tests.tiny import tiny_prompts, tiny_target
 from tests.tiny_kimi import kimi_target, kimi_tensors, small_kimi_config, write_kimi
 from tests.tiny_run import write_target_folder, write_token_file
 from tests.unit.capture.feature_runs import files_of
+from tests.unit.cli.test_main import run as run_paceline
 
 from paceline.capture import fan_out as fan_out_module
 from paceline.capture import feature_plan
@@ -62,6 +63,25 @@ num_anchors = 4
 num_conversations = 8
 """)
     return folder
+
+
+@pytest.mark.parametrize("mode", ["row_invariant", "plain"])
+def test_a_run_on_stored_features_ends_in_the_bits_of_one_beside_the_target(
+    folder: Path, tmp_path: Path, mode: str
+) -> None:
+    """By the commands alone. In plain arithmetic it does not: rows of other lengths are summed in another order."""
+    rows = [row[: 9 + 2 * (index % 8)] for index, row in enumerate(tiny_prompts([70] * 40, vocab_size=400))]
+    rows += tiny_prompts([70] * 20, vocab_size=400)
+    write_token_file(tmp_path / "data.npz", rows, num_prompt_tokens=4)
+    sizes = ["data.max_length=70", "schedule.num_steps=4", f'data.files=["{tmp_path / "data.npz"}"]']
+    changes = [*sizes, f"target.linear_mode={mode}", "optimizer.learning_rate=0.01"]
+    settings = folder / "run.toml"
+    assert run(settings, tmp_path / "features", *changes) == 0
+    weights = []
+    for name, source in (("online", []), ("stored", [f'data.features="{tmp_path / "features"}"'])):
+        assert run_paceline(["train", str(settings), *changes, *source, f'output="{tmp_path / name}"']) == 0
+        weights.append((tmp_path / name / "checkpoints" / "step-0000004" / "state.safetensors").read_bytes())
+    assert (weights[0] == weights[1]) == (mode == "row_invariant")
 
 
 def run(*arguments: object) -> int:
