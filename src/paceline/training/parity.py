@@ -135,7 +135,7 @@ def _both(
 def _served_scores(
     target: LoadedTarget, drafter: Drafter, found: ServedText, anchor_ids_A: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Scores behind the served drafts, [A, K, V]; and [A, K], how far the best lies above the second best."""
+    """Scores behind the served drafts, [A, K, V]; and the margins of `BothWays`, [A, K]."""
     hidden_AKD = found.hidden_AKD.to(target.model.norm.weight.dtype)
     scores_AKV = drafter.logits(hidden_AKD, target.model)
     if isinstance(drafter, DSparkDrafter) and drafter.markov_head is not None:
@@ -145,15 +145,19 @@ def _served_scores(
             rows.append(scores_AKV[:, k].float() + bias_AV)
             previous_A = found.ids_AK[:, k]
         scores_AKV = torch.stack(rows, dim=1)
-    chosen_from = scores_AKV
+    chosen_from, above_others_AK = scores_AKV, torch.full(scores_AKV.shape[:2], torch.inf, device=scores_AKV.device)
     if isinstance(drafter, DFlash2Drafter):
         nothing_A = torch.zeros_like(anchor_ids_A)
         drawn = DraftSampling("probabilistic", nothing_A.float(), nothing_A, nothing_A, nothing_A)
         log_q = drafter.propose(hidden_AKD, scores_AKV, anchor_ids_A, drawn).log_q_BKC
         assert log_q is not None, "a probabilistic proposal has them"
         chosen_from = log_q
+        if drafter.num_candidates < scores_AKV.shape[-1]:
+            draft_AK1 = found.ids_AK.unsqueeze(-1)
+            best_left_out_AK = scores_AKV.float().topk(drafter.num_candidates + 1, dim=-1).values[..., -1]
+            above_others_AK = scores_AKV.float().gather(-1, draft_AK1).squeeze(-1) - best_left_out_AK
     best_two = chosen_from.float().topk(2, dim=-1).values
-    return scores_AKV, best_two[..., 0] - best_two[..., 1]
+    return scores_AKV, torch.minimum(best_two[..., 0] - best_two[..., 1], above_others_AK)
 
 
 def _chosen_alike(trained: Drafter, hidden_AKD: Tensor, scores_AKV: Tensor, told: Blocks, head_VD: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ A anchors, S tokens, K drafts, D width, V scored ids.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,22 +29,26 @@ class Gates:
 
     Attributes:
         score_error: of a score, absolute.
-        near_tie: two scores closer than this may change places.
+        score_rms: of all scores, root mean square: a small fault in all of them, which no single one shows.
+        near_tie: two scores closer than this may change places, as may two closer than twice what their row is off by.
         equal_share: of drafts, near ties left out.
         teacher_share: of the target's own tokens that its states foretell.
     """
 
     score_error: float
+    score_rms: float
     near_tie: float
     equal_share: float
     teacher_share: float
 
     @classmethod
     def of(cls, dtype: torch.dtype, largest_score: float) -> Gates:
-        """Of a coarse dtype a score may be off by 0.1, or by four of its steps where scores are so large."""
+        """Of a coarse dtype scores may be off by 0.1 on the whole; a single one by that, or by four of its steps where
+        that is more: above 16 a step of bf16 is 0.125.
+        """
         if dtype == torch.float32:
-            return cls(1e-3, 2e-3, 0.999, 0.995)
-        return cls(max(0.1, 4 * torch.finfo(dtype).eps * largest_score), 0.2, 0.99, 0.97)
+            return cls(1e-3, 1e-3, 2e-3, 0.999, 0.995)
+        return cls(max(0.1, 4 * torch.finfo(dtype).eps * largest_score), 0.1, 0.2, 0.99, 0.97)
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,8 @@ class BothWays:
         features: of training.
         served: what serving made of it.
         served_scores_AKV: of the served drafts.
-        margin_AK: how far the best score lies above the second, among those that a draft was chosen from.
+        margin_AK: how far each draft is from another: the best score's distance from the second, among those that a
+            draft was chosen from, or a candidate's from the best id that is none, if that is less.
         trained_scores_AKV: of training, behind the same drafts.
         chosen_alike_AK: bool, whether training would choose the served draft.
     """
@@ -102,12 +108,14 @@ class SlotCounts:
 
     Attributes:
         max_error: largest absolute difference of a score.
+        squared_error: mean square of all differences.
         num_equal: blocks in which both chose the same id.
         num_equal_or_near: the same, or chosen between scores that nearly tie.
         num_blocks: all of them.
     """
 
     max_error: float
+    squared_error: float
     num_equal: int
     num_equal_or_near: int
     num_blocks: int
@@ -225,15 +233,15 @@ def _context_stages(trained: Drafter, pairs: Sequence[BothWays]) -> list[Stage]:
 
 
 def _slots(pairs: Sequence[BothWays], gates: Gates) -> tuple[SlotCounts, ...]:
-    error_AK = torch.cat(
-        [(pair.trained_scores_AKV.float() - pair.served_scores_AKV.float()).abs().amax(-1) for pair in pairs]
-    )
-    error_AK = error_AK.nan_to_num(nan=torch.inf)
+    difference = [pair.trained_scores_AKV.float() - pair.served_scores_AKV.float() for pair in pairs]
+    error_AK = torch.cat([one.abs().amax(-1) for one in difference]).nan_to_num(nan=torch.inf)
+    squared_AK = torch.cat([one.square().mean(-1) for one in difference]).nan_to_num(nan=torch.inf)
     alike_AK = torch.cat([pair.chosen_alike_AK for pair in pairs])
-    near_AK = torch.cat([pair.margin_AK <= gates.near_tie for pair in pairs])
+    near_AK = torch.cat([pair.margin_AK for pair in pairs]) <= (2 * error_AK).clamp(min=gates.near_tie)
     return tuple(
         SlotCounts(
             float(error_AK[:, k].max()),
+            float(squared_AK[:, k].mean()),
             int(alike_AK[:, k].sum()),
             int((alike_AK | near_AK)[:, k].sum()),
             len(alike_AK),
@@ -244,8 +252,16 @@ def _slots(pairs: Sequence[BothWays], gates: Gates) -> tuple[SlotCounts, ...]:
 
 def _scores_stage(slots: Sequence[SlotCounts], gates: Gates) -> Stage:
     worst = max(range(len(slots)), key=lambda k: slots[k].max_error)
-    first = next((k for k, slot in enumerate(slots) if not slot.max_error < gates.score_error), None)
-    note = f"largest difference {slots[worst].max_error:.2g}, at draft {worst + 1} (below {gates.score_error:.2g})"
+    typical = [math.sqrt(slot.squared_error) for slot in slots]
+    whole = math.sqrt(sum(slot.squared_error for slot in slots) / len(slots))
+    is_far = [not (slot.max_error < gates.score_error) for slot in slots]
+    if whole >= gates.score_rms:
+        is_far = [far or one >= gates.score_rms for far, one in zip(is_far, typical, strict=True)]
+    first = next((k for k, far in enumerate(is_far) if far), None)
+    note = (
+        f"largest difference {slots[worst].max_error:.2g}, at draft {worst + 1} (below {gates.score_error:.2g}); "
+        f"root mean square {whole:.2g} (below {gates.score_rms:.2g})"
+    )
     cause = ""
     if first is not None:
         cause = (

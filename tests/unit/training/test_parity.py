@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,10 @@ from paceline.engine.request import SamplingParameters
 from paceline.errors import CompatibilityError
 from paceline.models.drafters.dspark import DSparkDrafter
 from paceline.models.loading import LoadedDrafter, LoadedTarget
-from paceline.training import objective, parity
+from paceline.training import objective, parity, parity_stages
 from paceline.training.anchors import Blocks
 from paceline.training.parity import compare, training_drafter
-from paceline.training.parity_stages import Gates, KnownText, Parity
+from paceline.training.parity_stages import Gates, KnownText, Parity, Stage
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "dflash": {"drafter_family": "dflash"},
@@ -83,6 +84,59 @@ def test_gates_follow_the_dtype() -> None:
     assert (fine.score_error, fine.equal_share, fine.teacher_share) == (1e-3, 0.999, 0.995)
     assert (coarse.score_error, coarse.teacher_share) == (4 * 2**-7 * 30, 0.97)
     assert Gates.of(torch.bfloat16, 1.0).score_error == 0.1
+
+
+def judged(errors: list[float], margins: list[float], alike: list[bool], *, dtype: torch.dtype) -> tuple[Stage, Stage]:
+    """The stages of scores and drafts, of blocks with a draft each over three ids whose scores differ by as much."""
+    served = torch.tensor([[[20.0, 4.0, -9.0]]]).expand(len(errors), 1, 3)
+    pair: Any = SimpleNamespace(
+        trained_scores_AKV=served + torch.tensor(errors)[:, None, None],
+        served_scores_AKV=served,
+        margin_AK=torch.tensor(margins)[:, None],
+        chosen_alike_AK=torch.tensor(alike)[:, None],
+    )
+    gates = Gates.of(dtype, 20.0)
+    slots = parity_stages._slots([pair], gates)
+    return parity_stages._scores_stage(slots, gates), parity_stages._choice_stage(slots, gates)
+
+
+def test_a_small_fault_in_every_score_is_one() -> None:
+    """Of bf16 a single score of 20 may be half of one off, which is four of its steps; all of them may not."""
+    kept = {"margins": [9.0] * 200, "alike": [True] * 200, "dtype": torch.bfloat16}
+    for errors, is_sound in (([0.05] * 199 + [0.5], True), ([0.12] * 200, False), ([0.0] * 199 + [0.7], False)):
+        assert judged(errors, **kept)[0].ok == is_sound
+    scores, _ = judged([0.12] * 200, **kept)
+    assert "largest difference 0.12" in scores.note and "root mean square 0.12 (below 0.1)" in scores.note
+    assert "scores of draft 1 differ" in scores.cause
+
+
+def test_drafts_change_places_within_twice_what_their_row_is_off_by() -> None:
+    errors, alike, dtype = [0.3] + [0.01] * 9, [False] + [True] * 9, torch.bfloat16
+    assert judged(errors, [0.59] + [9.0] * 9, alike, dtype=dtype)[1].ok
+    assert not judged(errors, [0.61] + [9.0] * 9, alike, dtype=dtype)[1].ok
+    assert not judged([0.01] * 10, [0.59] + [9.0] * 9, alike, dtype=dtype)[1].ok
+    assert not judged([5e-4] * 10, [0.003] + [9.0] * 9, alike, dtype=torch.float32)[1].ok
+
+
+def test_a_candidate_is_as_far_from_change_as_from_the_ids_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A selector's choice may be the weakest of its candidates: rounding then puts another id in its place."""
+    seen: list[Any] = []
+    judge = parity.judge
+
+    def look(target: Any, served: Any, trained: Any, pairs: Any, *rest: Any) -> Parity:
+        seen.extend(pairs)
+        return judge(target, served, trained, pairs, *rest)
+
+    monkeypatch.setattr(parity, "judge", look)
+    pair = loaded(drafter_family="dflash2")
+    compared(pair)
+    num_candidates = pair[1].model.num_candidates
+    for one in seen:
+        scores = one.served_scores_AKV
+        left_out = scores.sort(dim=-1, descending=True).values[..., num_candidates]
+        above = scores.gather(-1, one.served.ids_AK.unsqueeze(-1)).squeeze(-1) - left_out
+        assert (above >= 0).all() and (one.margin_AK <= above).all()
+    assert any(bool((one.margin_AK < 0.5).any()) for one in seen)
 
 
 # --- planted faults ---
