@@ -49,6 +49,15 @@ class Exclusion:
         return bool(self._runs) and not self._runs.isdisjoint(runs_of_words(text, self.run_length))
 
 
+def prompt_texts(file: Path) -> Iterator[str]:
+    """Every text of a file that counts, as `Exclusion` reads it.
+
+    Raises:
+        DataError: it is missing, unreadable, or has a line that is no JSON.
+    """
+    yield from _texts(file, _read(file))
+
+
 def _read(file: Path) -> str:
     if file.suffix == ".npz":
         raise DataError(f"{file} holds token ids, no words", hint="the evaluation prompts as .jsonl or text")

@@ -10,11 +10,15 @@ import pytest
 import torch
 from tests.tiny import PARTS_OF_FAMILY, tiny_drafter, tiny_target
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_mask
 
+from paceline.ops.attention import attention
+from paceline.training import flex_attend
 from paceline.training import step as step_file
 from paceline.training.anchors import Blocks
 from paceline.training.data import Batch
 from paceline.training.features import TargetFeatures
+from paceline.training.flex_attend import FlexBlocks
 from paceline.training.objective import Features, Objective, Scores
 from paceline.training.optimizer import make_optimizer
 from paceline.training.ranks import Ranks
@@ -76,6 +80,7 @@ def train_steps(
     poisoned_rank: int | None = None,
     optimizer_name: Literal["adamw", "sgd"] = "adamw",
     fault: str | None = None,
+    flex: FlexBlocks | None = None,
 ) -> Trained:
     """Some steps on the same parts.
 
@@ -88,16 +93,27 @@ def train_steps(
         poisoned_rank: its features hold a NaN in the second step.
         optimizer_name: with "sgd" the change of a parameter is its gradient.
         fault: one of the functions below whose names start with `plant_`.
+        flex: attention of the blocks; a CPU has no gradients of it, so the dense operation reads its masks.
     """
     with pytest.MonkeyPatch.context() as patch:
         anchors = _note_anchors(patch)
+        if flex is not None:
+            patch.setattr(flex_attend, "flex_attention", _masked_attention)
         if fault is not None:
             globals()[f"plant_{fault}"](patch, ranks)
         if ranks.rank == poisoned_rank:
             _poison(patch)
         if fault == "unpooled":
             ranks = UnpooledRanks(ranks.rank, ranks.size, ranks.device)
-        return _train_steps(ranks, name, family, parts, num_steps, num_anchors, clip_norm, optimizer_name, anchors)
+        return _train_steps(
+            ranks, name, family, parts, num_steps, num_anchors, clip_norm, optimizer_name, anchors, flex
+        )
+
+
+def _masked_attention(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask, enable_gqa: bool) -> Tensor:
+    """What flex attention computes."""
+    B, _, R, K = block_mask.shape
+    return attention(q, k, v, visible=create_mask(block_mask.mask_mod, B, None, R, K, device="cpu"))
 
 
 def _train_steps(
@@ -110,13 +126,14 @@ def _train_steps(
     clip_norm: float,
     optimizer_name: str,
     anchors: list[list[list[int]]],
+    flex: FlexBlocks | None,
 ) -> Trained:
     model = tiny_target()
     drafter = tiny_drafter(model.contract, **FAMILIES[family]).requires_grad_(True)
     features = TargetFeatures(model, drafter.contract.target_layer_ids)
     objective = Objective(kl=0.5, ce=0.5, gamma=4.0, chunk_rows=64)
-    settings = StepSettings(objective, num_anchors, clip_norm, mixed_precision=False)
-    strategy = make_strategy(drafter, features, objective, ranks, name)
+    settings = StepSettings(objective, num_anchors, clip_norm, mixed_precision=False, flex=flex)
+    strategy = make_strategy(drafter, features, objective, ranks, name, flex)
     optimizer: torch.optim.Optimizer = make_optimizer(drafter, weight_decay=0.1, betas=(0.9, 0.95))
     if optimizer_name == "sgd":
         optimizer = torch.optim.SGD(drafter.parameters())
@@ -149,6 +166,8 @@ def hash_of(tensors: dict[str, Tensor]) -> str:
 SCENARIOS: dict[str, tuple[list[list[Row]], dict[str, Any]]] = {
     **{f"even {family}": (EVEN, {"family": family}) for family in FAMILIES},
     **{f"no label {family}": (NO_LABEL_ON_RANK_1, {"family": family}) for family in FAMILIES},
+    "dense": (EVEN, DESCENT),
+    "flex": (EVEN, DESCENT | {"flex": FlexBlocks(24, 5, is_compiled=False)}),
     "uneven": (UNEVEN, DESCENT | {"num_anchors": 30}),
     "uneven, unpooled": (UNEVEN, DESCENT | {"num_anchors": 30, "fault": "unpooled"}),
     "alike": (ALIKE, {"num_steps": 2}),

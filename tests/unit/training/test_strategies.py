@@ -64,6 +64,14 @@ def test_three_steps_of_two_ranks_are_those_of_one(shared: Found, family: str) -
     assert [sum(share) for share in zip(first.counted, second.counted, strict=True)] == one.counted
 
 
+def test_flex_attention_learns_under_either_strategy_what_dense_masks_do(shared: Found) -> None:
+    """Its masks and its padding on every rank, under shards too; the kernel itself needs a GPU."""
+    (first, second), one, dense = shared["flex"], alone("flex"), alone("dense")
+    assert difference(first, one) < 1e-6 and same_bits(first, second)
+    assert difference(first, dense) < 1e-5 and not same_bits(one, dense), "it attended another way"
+    assert first.norms == pytest.approx(dense.norms, rel=1e-5)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_rank_without_labels_takes_part(shared: Found, family: str) -> None:
     """Heads of a rank that has no label would have no gradient."""
