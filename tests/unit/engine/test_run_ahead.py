@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests import schedules
+from tests import hybrid_runs, schedules
 from tests.helped_drafts import help_drafts
 from tests.schedules import EngineKind
 from tests.tiny import loaded, tiny_prompts
@@ -63,6 +63,27 @@ def test_every_request_has_the_steps_that_it_has_without(family: str | None) -> 
             without.finish_reason,
         )
         assert steps_of(ahead) == steps_of(without)
+
+
+@pytest.mark.parametrize("family", ["dflash", "eagle3", "dspark-latent"])
+def test_states_that_cannot_be_cut_back_are_the_same_too(family: str) -> None:
+    """A hybrid target with a prefix cache: states are committed, kept and restored a step before the host knows."""
+    target = hybrid_runs.small_target()
+    drafter = hybrid_runs.drafter_for(target, family)
+    head, *rests = hybrid_runs.prompts_of([24, 9, 3, 17], seed=1)
+    prompts = {name: head + rest for name, rest in zip("abc", rests, strict=True)}
+    samplings = {"a": hybrid_runs.GREEDY, "b": hybrid_runs.SAMPLED, "c": hybrid_runs.UNDRAFTED}
+    found = []
+    for ahead in (False, True):
+        engine = hybrid_runs.helped(target, drafter, prompts, max_num_seqs=2, run_ahead=ahead)
+        for _ in range(2):  # the second time behind what the first left
+            for name, sampling in samplings.items():
+                engine.add_request(prompts[name], sampling, name)
+            found.append(hybrid_runs.run(engine, list(samplings)))
+        assert engine.stats().num_hit_tokens > 60
+        hybrid_runs.require_empty(engine)
+    for without, ahead_of in zip(found[0] + found[1], found[2] + found[3], strict=True):
+        assert steps_of(ahead_of) == steps_of(without)
 
 
 def watch_order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
