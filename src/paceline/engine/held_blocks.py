@@ -33,14 +33,24 @@ class HeldBlocks:
     snapshot: int | None = None
     states: dict[int, int] = field(default_factory=dict)
 
-    def begin(self, hit_contexts: list[bool], block_size: int, *, is_drafted: bool) -> None:
-        """Start anew with what an admission found cached."""
+    def begin(self, hit_contexts: list[bool], block_size: int, *, context_end: int | None) -> None:
+        """Start anew with what an admission found cached.
+
+        Args:
+            hit_contexts: as the attribute.
+            block_size: positions per block.
+            context_end: as the attribute; 0 for a request whose rows no drafter gets.
+        """
         self.hit_contexts = hit_contexts
         self.num_published = len(hit_contexts)
         self.num_hit = len(hit_contexts) * block_size
         last_lacking = max((index for index, has in enumerate(hit_contexts) if not has), default=-1)
-        self.context_start = (last_lacking + 1) * block_size if is_drafted else 0
-        self.context_end = None if is_drafted else 0
+        self.context_start = 0 if context_end == 0 else (last_lacking + 1) * block_size
+        self.context_end = context_end
+
+    def wants_context(self, position: int) -> bool:
+        """Whether a prompt pass that begins at a position is to write draft context."""
+        return self.context_end is None or position < self.context_end
 
     def has_draft_context(self, index: int, block_size: int) -> bool:
         """Whether the context keys of all positions of a block are there."""

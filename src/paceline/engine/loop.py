@@ -101,6 +101,7 @@ class EngineLoop:
             lookahead=parts.sizes.lookahead,
             identity=prefix_identity(parts.target, parts.drafter, method=parts.method),
             wants_runs=parts.state.device.type == "cpu",
+            context_limit=parts.proposer.max_positions if parts.proposer is not None else 0,
             fence=lambda: in_flight.last,
             checks=self._checks,
             states=self._states.store,
@@ -325,7 +326,7 @@ class EngineLoop:
             plan=lambda: self.drafting.plan([request], self.scheduler.running),
             stopper=self.drafting.stopper,
         )
-        proposer = self.parts.proposer if request.is_drafted else None
+        proposer = self.parts.proposer if request.held.wants_context(request.num_prefilled) else None
         self._count_pass([request], [Ahead(0, 0, 0)], end - request.num_prefilled)
         output = prefill_chunk(
             self.parts.target.model, proposer, self.parts.cache, self._state, self.parts.choice, chunk

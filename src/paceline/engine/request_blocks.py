@@ -96,6 +96,7 @@ class RequestBlocks:
         planes: what the blocks contain.
         lookahead: positions beyond a request's own.
         identity: what cached keys belong to; a request's salt is added.
+        context_limit: positions that the drafter has; 0 without one that keeps context.
         wants_runs: whether neighbours are worth a copy.
         fence: the last step launched so far.
         checks: told what becomes of blocks; None outside debug mode.
@@ -116,12 +117,14 @@ class RequestBlocks:
         lookahead: int,
         identity: PrefixIdentity,
         wants_runs: bool,
+        context_limit: int = 0,
         fence: Callable[[], int],
         checks: BlockChecks | None = None,
         states: StateStore | None = None,
     ) -> None:
         self.pool, self.states = pool, states
         self._tables, self._planes, self._checks = tables, planes, checks
+        self._context_limit = context_limit
         self._lookahead, self._identity, self._wants_runs, self._fence = lookahead, identity, wants_runs, fence
         self.num_consolidations = self.num_fragmented = self.num_resumed_tokens = 0
 
@@ -158,7 +161,7 @@ class RequestBlocks:
             pool.put_back(blocks)
             self._drop_states(request)
             return False
-        held.begin(contexts, pool.block_size, is_drafted=request.is_drafted)
+        held.begin(contexts, pool.block_size, context_end=self._context_end(request))
         held.blocks, request.num_prefilled = blocks, held.num_hit
         if placed[: len(blocks)] != blocks:
             self._move(request, slot, placed)
@@ -186,6 +189,12 @@ class RequestBlocks:
                 if row is not None:
                     self.states.pool.free(row, fence=self._fence())
         held.snapshot, held.states = None, {}
+
+    def _context_end(self, request: RunningRequest) -> int | None:
+        """Prompts get draft context whoever sends them: one that asks for drafts may begin the same way."""
+        if request.is_drafted:
+            return None
+        return request.prefill_goal if request.prefill_goal < self._context_limit else 0
 
     def _identity_of(self, request: RunningRequest) -> PrefixIdentity:
         base = self._identity

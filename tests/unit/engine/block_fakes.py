@@ -66,6 +66,7 @@ class Bench:
         wants_runs: bool = False,
         reads_ahead: bool = False,
         prefix_cache: bool = True,
+        context_limit: int = 0,
         **settings: Any,
     ) -> None:
         self.last_step = 0
@@ -78,6 +79,7 @@ class Bench:
             lookahead=LOOKAHEAD,
             identity=PrefixIdentity("target", "drafter", reads_ahead=reads_ahead),
             wants_runs=wants_runs,
+            context_limit=context_limit,
             fence=lambda: self.last_step,
         )
         self.scheduler = Scheduler(self.blocks, num_slots=num_slots, **settings)

@@ -145,14 +145,26 @@ def test_context_that_is_not_written_any_more_is_not_promised() -> None:
 
 def test_context_is_promised_between_its_start_and_its_end() -> None:
     held = HeldBlocks()
-    held.begin([True, False], 4, is_drafted=True)
+    held.begin([True, False], 4, context_end=None)
     assert (held.num_hit, held.context_start) == (8, 8)
     assert [held.has_draft_context(index, 4) for index in range(5)] == [True, False, True, True, True]
     held.end_context(15)
     held.end_context(99)
     assert [held.has_draft_context(index, 4) for index in range(5)] == [True, False, True, False, False]
-    held.begin([], 4, is_drafted=False)
+    held.begin([], 4, context_end=0)
     assert not held.has_draft_context(0, 4)
+
+
+def test_prompts_get_context_whoever_sends_them() -> None:
+    """A drafter that would be fed later, or a text beyond its positions, leaves no promise behind."""
+    held = HeldBlocks()
+    held.begin([], 4, context_end=9)
+    assert [held.wants_context(position) for position in (0, 8, 9)] == [True, True, False]
+    assert [held.has_draft_context(index, 4) for index in range(3)] == [True, True, False]
+    for limit, contexts in ((0, [False, False]), (9, [False, False]), (10, [True, True])):
+        bench = Bench(60, context_limit=limit)
+        bench.finish(bench.start("undrafted", TEXT[:9], is_drafted=False))
+        assert bench.start("drafted", TEXT[:14]).held.hit_contexts == contexts
 
 
 # Runs, for attention without a gather
