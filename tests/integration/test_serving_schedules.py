@@ -68,9 +68,9 @@ def publish_the_anchor(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RunningRequest, "num_final", property(too_many))
 
 
-def forget_what_lacks_context(patch: pytest.MonkeyPatch) -> None:
-    """Blocks of requests without drafts are found as if the drafter's keys were in them."""
-    patch.setattr(HeldBlocks, "has_draft_context", lambda *_args: True)
+def feed_drafted_prompts_alone(patch: pytest.MonkeyPatch) -> None:
+    """Prompts of requests without drafts are found as if the drafter's keys were in them, and never were."""
+    patch.setattr(HeldBlocks, "wants_context", lambda self, _position: self.context_end is None)
 
 
 def copy_the_target_alone(patch: pytest.MonkeyPatch) -> None:
@@ -120,7 +120,7 @@ def start_where_the_host_stands(patch: pytest.MonkeyPatch) -> None:
 FAULTS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
     free_what_was_hit,
     publish_the_anchor,
-    forget_what_lacks_context,
+    feed_drafted_prompts_alone,
     copy_the_target_alone,
     lose_a_token,
     grow_too_late,
