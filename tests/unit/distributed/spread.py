@@ -58,10 +58,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 # Layer ids whose capture ids are EAGLE-3's for 8 layers, 2, 4 and 5: two stages of equal length are cut at one of them.
 TAPPED = (TargetLayerId(1), TargetLayerId(3), TargetLayerId(4))
 REQUESTS = (
-    DecodeRequest((5, 6, 7), max_tokens=10),
-    DecodeRequest(tuple(range(20, 43)), max_tokens=9, temperature=0.9, seed=11),
-    DecodeRequest((9,), max_tokens=10, is_drafted=False),
-    DecodeRequest((100, 101, 102, 103, 104), max_tokens=12, temperature=0.7, top_p=0.9, seed=3),
+    DecodeRequest((5, 6, 7), max_tokens=8),
+    DecodeRequest(tuple(range(20, 43)), max_tokens=7, temperature=0.9, seed=11),
+    DecodeRequest((9,), max_tokens=6, is_drafted=False),
+    DecodeRequest((100, 101, 102, 103, 104), max_tokens=9, temperature=0.7, top_p=0.9, seed=3),
 )
 DEEP, DEEP_BLOCK = 32, 8
 Case = Mapping[str, Any]  # `drafter`, and fields of DecodeSettings; `fault` names one of FAULTS

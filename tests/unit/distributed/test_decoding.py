@@ -11,38 +11,61 @@ from tests.unit.training.processes import run_ranks, values
 
 from paceline.distributed.world import World
 
-SPREADS: dict[str, dict[str, Any]] = {"two stages": {"num_stages": 2}, "two parts": {"tensor_size": 2}}
-CASES: dict[str, dict[str, Any]] = {
-    f"{spread}, {family}": {"drafter": family, **fields} for spread, fields in SPREADS.items() for family in FAMILIES
-}
-CASES |= {f"{spread}, plain": fields for spread, fields in SPREADS.items()}
-CASES |= {
+STAGES: dict[str, dict[str, Any]] = {family: {"drafter": family, "num_stages": 2} for family in FAMILIES}
+STAGES |= {
+    "plain": {"num_stages": 2},
     "inside a block": {"drafter": "dflash", "borders": (5,)},
     "after layer 0": {"drafter": "eagle3", "borders": (1,)},
     "bf16": {"drafter": "dflash2", "num_stages": 2, "dtype": "bfloat16"},
     "other stream": {"drafter": "dflash", "num_stages": 2, "aux_hidden_stream": "prefix"},
     "fewer drafts": {"drafter": "dspark", "num_stages": 2, "num_draft_tokens": 3},
     "one row counts": {"drafter": "dflash", "num_stages": 2, "fault": "one row counts"},
+}
+PARTS: dict[str, dict[str, Any]] = {family: {"drafter": family, "tensor_size": 2} for family in FAMILIES}
+PARTS |= {
+    "plain": {"tensor_size": 2},
     "noise on rank 1": {"drafter": "dflash", "tensor_size": 2, "fault": "noise on rank 1"},
 }
+Found = list[dict[str, Any]]
+
+
+def on_two_ranks(
+    cases: dict[str, dict[str, Any]], models: Path, plain: dict[str, Any], factory: pytest.TempPathFactory
+) -> Found:
+    """What each of two ranks found, all cases in one start of the processes."""
+    helped = {name: {**case, "scripts": plain[case.get("dtype", "float32")]["tokens"]} for name, case in cases.items()}
+    return values(run_ranks(decode_cases, factory.mktemp("two") / "run", models, helped))
 
 
 @pytest.fixture(scope="module")
-def two(models: Path, plain: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two ranks found."""
-    cases = {name: {**case, "scripts": plain[case.get("dtype", "float32")]["tokens"]} for name, case in CASES.items()}
-    return values(run_ranks(decode_cases, tmp_path_factory.mktemp("two") / "run", models, cases))
+def stages(models: Path, plain: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return on_two_ranks(STAGES, models, plain, tmp_path_factory)
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if "fault" not in case])
-def test_two_processes_write_what_one_writes_without_drafts(
-    name: str, two: list[dict[str, Any]], plain: dict[str, Any]
+@pytest.fixture(scope="module")
+def parts(models: Path, plain: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return on_two_ranks(PARTS, models, plain, tmp_path_factory)
+
+
+def check(case: dict[str, Any], ranks: Found, name: str, plain: dict[str, Any]) -> None:
+    """Every rank has the plain text of one process, and of the drafts some were accepted and some not."""
+    first, second = (rank[name] for rank in ranks)
+    assert first == second, "every rank gets the results"
+    assert first.get("tokens") == plain[case.get("dtype", "float32")]["tokens"], first
+    if "drafter" in case:
+        assert 0 < sum(first["accepted"]) < sum(first["drafted"]) and first["drafted"][2] == 0
+
+
+@pytest.mark.parametrize("name", [name for name, case in STAGES.items() if "fault" not in case])
+def test_two_stages_write_what_one_process_writes_without_drafts(
+    name: str, stages: Found, plain: dict[str, Any]
 ) -> None:
-    found = [rank[name] for rank in two]
-    assert found[0] == found[1], "every rank gets the results"
-    assert found[0].get("tokens") == plain[CASES[name].get("dtype", "float32")]["tokens"], found[0]
-    if CASES[name].get("drafter"):
-        assert 0 < sum(found[0]["accepted"]) < sum(found[0]["drafted"]) and found[0]["drafted"][2] == 0
+    check(STAGES[name], stages, name, plain)
+
+
+@pytest.mark.parametrize("name", [name for name, case in PARTS.items() if "fault" not in case])
+def test_two_parts_write_what_one_process_writes_without_drafts(name: str, parts: Found, plain: dict[str, Any]) -> None:
+    check(PARTS[name], parts, name, plain)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -65,12 +88,12 @@ def test_two_stages_of_two_parts(models: Path, plain: dict[str, Any], tmp_path: 
             assert rank[name].get("tokens") == plain["float32"]["tokens"], rank[name]
 
 
-def test_accepted_counts_that_are_not_sent_are_seen(two: list[dict[str, Any]], plain: dict[str, Any]) -> None:
-    found = two[0]["one row counts"]
+def test_accepted_counts_that_are_not_sent_are_seen(stages: Found, plain: dict[str, Any]) -> None:
+    found = stages[0]["one row counts"]
     assert "tokens" in found and found["tokens"] != plain["float32"]["tokens"]
 
 
-def test_ranks_whose_logits_differ_still_write_one_text(two: list[dict[str, Any]]) -> None:
+def test_ranks_whose_logits_differ_still_write_one_text(parts: Found) -> None:
     """One rank decides; were each to decide for itself, they would wait for each other for good."""
-    found = [rank["noise on rank 1"] for rank in two]
+    found = [rank["noise on rank 1"] for rank in parts]
     assert "tokens" in found[0] and found[0] == found[1]
