@@ -181,13 +181,15 @@ class EngineLoop:
         request = self.requests.get(request_id)
         if request is None:
             return
-        if self.is_mid_step:
+        was_mid_step, self.is_mid_step = self.is_mid_step, True  # this may be interrupted, too
+        if was_mid_step:
             self.scheduler.rebuild(list(self.requests.values()))
         reason = end(request).finish_reason
         assert reason is not None, "it ends"
         self._finish(request, reason)
         self._drop_deltas(request_id)
         self._retire_idle()
+        self.is_mid_step = was_mid_step
 
     def forget(self, request_id: str) -> None:
         """A new request has the id of one that ended: nothing of that one is given out any more."""
@@ -222,10 +224,10 @@ class EngineLoop:
         self._chunks.clear()
         self.scheduler.rebuild(list(self.requests.values()))
         self._drain()
-        for request in list(self.scheduler.running):
-            if request.finish_reason is not None:
+        for request in list(self.requests.values()):
+            if request.finish_reason is not None:  # interrupted on its way out
                 self._finish(request, request.finish_reason)
-                continue
+        for request in list(self.scheduler.running):
             request.grammar = self._intake.start_grammar(request.sampling)
             if request.grammar is not None:
                 request.grammar.advance(request.output.token_ids)
@@ -497,8 +499,8 @@ class EngineLoop:
     def _finish(self, request: RunningRequest, reason: FinishReason) -> None:
         request.finish_reason = reason
         self.scheduler.remove(request, is_spoiled=request.has_bad_numbers)
-        del self.requests[request.request_id]
         self.results.put(request.result(reason))
+        del self.requests[request.request_id]  # last: interrupted before, it is ended again
         self.counters.num_finished += 1
         self.counters.num_aborted += reason == "abort"
         self.counters.num_numeric_errors += reason == "error" and request.has_bad_numbers

@@ -15,10 +15,13 @@ from tests.tiny import loaded, tiny_prompts
 import paceline.engine.loop as loop_module
 from paceline.checkpoint.contract import DrafterFamily
 from paceline.engine import step as step_module
+from paceline.engine.blocks import BlockPool
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.in_flight import InFlight, Launched
 from paceline.engine.request import RequestResult, SamplingParameters
+from paceline.engine.results import FinishedRequests
 from paceline.engine.sampling import StructuredOutput
+from paceline.engine.scheduler import Scheduler
 from paceline.engine.step import SentOutput
 from paceline.errors import EngineFaultError
 
@@ -317,3 +320,35 @@ def test_results_come_from_the_pass_that_made_them(monkeypatch: pytest.MonkeyPat
     serve(engine_of("dflash", run_ahead=True), tiny_prompts([9, 5, 12]), [GREEDY, SAMPLED, GREEDY])
     assert len(kept) > 10
     assert all(output.packed.wait().tolist() == rows for output, rows in kept)
+
+
+@pytest.mark.parametrize("where", ["leave", "results", "free"])
+def test_an_interrupted_abort_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Ctrl-C may come while a request is on its way out, between two steps."""
+    prompts = tiny_prompts([9, 14])
+    (right,) = serve(engine_of("dflash"), prompts[:1], [GREEDY])
+    engine = engine_of("dflash", run_ahead=True)
+    engine.add_request(prompts[0], GREEDY, "stays")
+    engine.add_request(prompts[1], GREEDY, "goes")
+    num_free = engine.stats().num_free_blocks
+    for _ in range(3):
+        engine.step()
+    owner, name = {
+        "leave": (Scheduler, "remove"),
+        "results": (FinishedRequests, "put"),
+        "free": (BlockPool, "free"),
+    }[where]
+
+    def interrupt(*_arguments: Any, **_options: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.abort("goes")
+    while engine.has_unfinished():
+        engine.step()
+    assert engine.result("stays").token_ids == right.token_ids
+    assert engine.result("goes").finish_reason == "abort"
+    stats = engine.stats()
+    assert (stats.num_free_slots, stats.num_free_blocks, stats.num_fenced_blocks) == (3, num_free, 0)
