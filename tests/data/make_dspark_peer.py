@@ -50,6 +50,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+def randomise(drafter: Any) -> None:
+    """Give every parameter numbers that show."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * (0.4 if parameter.dim() > 1 else 0.3))
+            if parameter.dim() == 1:
+                parameter.add_(1.0)
+
+
 def make_drafter(fields: dict[str, Any]) -> Any:
     """A random drafter in which every part shows."""
     num_drafts = BLOCK_SIZE if fields.get("sample_from_anchor", True) else BLOCK_SIZE - 1
@@ -83,12 +93,7 @@ def make_drafter(fields: dict[str, Any]) -> Any:
         **{"markov_rank": 6, "enable_confidence_head": True, **fields},
     )
     drafter = DSparkDraftModel(config).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * (0.4 if parameter.dim() > 1 else 0.3))
-            if parameter.dim() == 1:
-                parameter.add_(1.0)
+    randomise(drafter)
     return drafter
 
 
