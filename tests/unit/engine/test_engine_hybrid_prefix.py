@@ -338,25 +338,3 @@ def test_answers_over_two_turns_are_right(runs_ahead: bool) -> None:
 def test_a_planted_fault_changes_an_answer(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     assert not answers_are_right(check_invariants=False)
-
-
-@pytest.mark.parametrize("what", ["slot", "row", "published", "position"])
-def test_checks_see_what_nobody_may_do(what: str) -> None:
-    engine = checked(small_target(), max_num_seqs=2)
-    hit_of(engine, SHARED["a"])
-    loop = engine._loop
-    recurrent, kept, store = loop.parts.recurrent, loop.parts.snapshots, loop.blocks.states
-    assert recurrent is not None and kept is not None and store is not None
-    name = {"slot": "R2", "row": "R2", "published": "R3", "position": "R1"}[what]
-    engine.add_request(SHARED["b"], GREEDY, "b")
-    engine.step()
-    if what == "slot":
-        recurrent.rows.histories_LSHC[0, 1] = 0.0
-    elif what == "row":
-        kept.clear(min(store.pool.free_rows()))
-    elif what == "published":
-        kept.states_LSNKK[0, min(store.pool.published_rows()), 0, 0, 0] += 1.0
-    else:
-        recurrent.ends_S[0] += 1
-    with pytest.raises(AssertionError, match=name):
-        engine.step()
