@@ -7,6 +7,11 @@ size; how long they may be follows from what recent chunks and decode steps took
 
 from __future__ import annotations
 
+from collections import deque
+
+from paceline.engine.pass_timer import PassTimer
+from paceline.engine.running import RunningRequest
+
 _MEMORY = 0.7  # weight of what was known before a measurement: the last few count
 
 
@@ -62,6 +67,41 @@ class ChunkPace:
     def observe_step(self, step_ms: float) -> None:
         """Take in what a decode step took."""
         self._step_ms = step_ms if self._step_ms == 0 else _faded(self._step_ms, step_ms)
+
+
+class ChunkTimes:
+    """Prompt chunks that were launched, until the device is known to be done with them.
+
+    Args:
+        pace: learns how long they took.
+    """
+
+    def __init__(self, pace: ChunkPace) -> None:
+        self._pace = pace
+        self._chunks: deque[tuple[int, RunningRequest, int, PassTimer]] = deque()
+
+    def launched(self, number: int, request: RunningRequest, num_tokens: int, timer: PassTimer) -> None:
+        """Note a chunk.
+
+        Args:
+            number: of its pass.
+            request: whose.
+            num_tokens: of the chunk.
+            timer: stopped.
+        """
+        self._chunks.append((number, request, num_tokens, timer))
+
+    def finished(self, number: int) -> None:
+        """Results of pass `number`, or of one behind it, have come, so chunks up to it are done."""
+        while self._chunks and self._chunks[0][0] <= number:
+            _, request, num_tokens, timer = self._chunks.popleft()
+            chunk_ms = timer.milliseconds()
+            self._pace.observe_chunk(num_tokens, chunk_ms)
+            request.trace.prefill_ms += chunk_ms
+
+    def clear(self) -> None:
+        """Forget them: nobody will know when they are done."""
+        self._chunks.clear()
 
 
 def _faded(known: float, new: float) -> float:

@@ -7,15 +7,13 @@ handed to their requests and what became of the drafts to the planner.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
 from paceline.engine.batching import StepFlags, next_chunk, step_batch
 from paceline.engine.blocks import BlockPool
-from paceline.engine.chunk_pace import ChunkPace
+from paceline.engine.chunk_pace import ChunkPace, ChunkTimes
 from paceline.engine.counters import Counters
 from paceline.engine.debug import checks_are_asked_for
 from paceline.engine.drafting import Drafting
@@ -39,15 +37,6 @@ from paceline.engine.step import decode_step
 from paceline.engine.step_cost import StepCosts
 from paceline.engine.trial_steps import measure_costs, num_trial_blocks
 from paceline.ops.finalise_block import NOT_A_NUMBER
-
-
-class _TimedChunk(NamedTuple):
-    """A prompt chunk that was launched: in which pass, whose, of how many tokens."""
-
-    number: int
-    request: RunningRequest
-    num_tokens: int
-    timer: PassTimer
 
 
 class EngineLoop:
@@ -74,7 +63,6 @@ class EngineLoop:
         self.parts, self._settings, self._intake = parts, settings, intake
         self._state, self._sizes = parts.state, parts.sizes
         self._in_flight = in_flight = InFlight()
-        self._chunks: deque[_TimedChunk] = deque()
         is_cuda = parts.state.device.type == "cuda"
         self._runs_ahead = is_cuda if settings.run_ahead is None else settings.run_ahead
         self._last_read_s = 0.0
@@ -114,6 +102,7 @@ class EngineLoop:
             block_size=parts.sizes.block_size,
             max_itl_ms=settings.max_itl_ms,
         )
+        self._chunks = ChunkTimes(self._pace)
         self.requests: dict[str, RunningRequest] = {}
         self.results = FinishedRequests()
         self.deltas: list[RequestDelta] = []
@@ -342,7 +331,7 @@ class EngineLoop:
                 [request], output, num_drawn=[num_drawn], num_rows=1, is_decode=False, started_s=started_s
             )
         timer.stop()
-        self._chunks.append(_TimedChunk(self._in_flight.last, request, len(chunk.token_ids), timer))
+        self._chunks.launched(self._in_flight.last, request, len(chunk.token_ids), timer)
         self._read_behind()
 
     def _decode(self) -> None:
@@ -426,17 +415,9 @@ class EngineLoop:
                 self._take_first(launched)
             self._last_read_s = time.perf_counter()
             self._pool.retire(launched.number)
-            self._observe_chunks(launched.number)
+            self._chunks.finished(launched.number)
         if self._state.device.type == "cpu":  # whatever was launched is done
-            self._observe_chunks(self._in_flight.last)
-
-    def _observe_chunks(self, number: int) -> None:
-        """Learn how long prompt chunks took that were launched up to pass `number`, whose results are here."""
-        while self._chunks and self._chunks[0].number <= number:
-            chunk = self._chunks.popleft()
-            chunk_ms = chunk.timer.milliseconds()
-            self._pace.observe_chunk(chunk.num_tokens, chunk_ms)
-            chunk.request.trace.prefill_ms += chunk_ms
+            self._chunks.finished(self._in_flight.last)
 
     def _take_first(self, launched: Launched) -> None:
         for request, step, num_drawn in launched.read():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.tiny import loaded, tiny_prompts
-from tests.unit.engine.test_async_engine import engine_threads, read
+from tests.unit.engine.async_runs import engine_threads, read
 
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.engine import Engine, EngineSettings

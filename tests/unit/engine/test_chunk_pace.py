@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.engine.test_batching import make_request
 
-from paceline.engine.chunk_pace import ChunkPace
+from paceline.engine.chunk_pace import ChunkPace, ChunkTimes
 
 
 def paced(max_itl_ms: float | None = None, *, size: int = 64, block: int = 8) -> ChunkPace:
@@ -62,3 +63,31 @@ def test_the_budget_is_what_fits_beside_a_decode_step() -> None:
         pace.observe_chunk(64, 0.064)
     assert pace.budget(is_alone=False) == 64
     assert paced().budget(is_alone=False) == 64
+
+
+def test_a_chunk_counts_once_a_later_pass_is_done() -> None:
+    """On a GPU: launching a chunk takes no time, whatever it does; asked before it is done, a timer would wait."""
+
+    class Timer:
+        def __init__(self, ms: float) -> None:
+            self.ms = ms
+
+        def milliseconds(self) -> float:
+            assert self.ms in done, "asked too early"
+            return self.ms
+
+    done: set[float] = set()
+    pace = ChunkPace(prefill_chunk_size=512, block_size=4, max_itl_ms=20.0)
+    times, request = ChunkTimes(pace), make_request(0)
+    for number, ms in ((1, 8.0), (2, 16.0), (4, 64.0)):
+        times.launched(number, request, 8, Timer(ms))
+    done.update((8.0, 16.0))
+    times.finished(3)
+    assert request.trace.prefill_ms == 24.0
+    known = pace.budget(is_alone=False)
+    done.add(64.0)
+    times.finished(4)
+    assert request.trace.prefill_ms == 88.0 and pace.budget(is_alone=False) < known < 20
+    times.launched(5, request, 8, Timer(1.0))
+    times.clear()
+    times.finished(9)
