@@ -10,7 +10,6 @@ from torch import nn
 from paceline.engine.attends import AttentionChoice
 from paceline.engine.block_planes import BlockPlanes
 from paceline.engine.block_tables import BlockTables
-from paceline.engine.cache import KeyValueCache
 from paceline.engine.counters import ComponentStats
 from paceline.engine.hybrid_cache import HybridCache
 from paceline.engine.make_proposer import make_proposer, spare_positions_of
@@ -27,7 +26,7 @@ from paceline.engine.settings import (
 )
 from paceline.engine.short_list import choose_short_list
 from paceline.engine.slots import SlotState
-from paceline.engine.target_cache import TargetCache
+from paceline.engine.target_cache import TargetCache, make_target_cache
 from paceline.models.drafters.short_list import ShortList
 from paceline.models.layers import GatedMLP, Linear
 from paceline.models.loading import LoadedDrafter, LoadedTarget
@@ -150,7 +149,7 @@ def make_parts(
         max_blocks=sizes.max_blocks,
         device=weight.device,
     )
-    cache = _target_cache(target, tables, max_rows=num_draft_tokens + 1)
+    cache = make_target_cache(target, tables, max_rows=num_draft_tokens + 1)
     short_list: ShortList | None = None
     if drafter is not None and proposer is None:
         short_list = choose_short_list(target, drafter, settings.draft_vocab_size)
@@ -186,21 +185,6 @@ def make_parts(
         state,
         kept,
         snapshots,
-    )
-
-
-def _target_cache(target: LoadedTarget, tables: BlockTables, *, max_rows: int) -> TargetCache:
-    """What a target keeps: keys and values, or latent rows and recurrent states."""
-    contract, weight = target.contract, target.model.norm.weight
-    if contract.kimi is not None:
-        return HybridCache(contract, tables, max_rows=max_rows, dtype=weight.dtype, device=weight.device)
-    return KeyValueCache(
-        tables,
-        num_layers=contract.num_layers,
-        num_kv_heads=contract.num_kv_heads,
-        head_size=contract.head_size,
-        dtype=weight.dtype,
-        device=weight.device,
     )
 
 

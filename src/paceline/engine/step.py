@@ -33,7 +33,7 @@ from paceline.engine.recurrent_state import StateCopies
 from paceline.engine.request import TokenLogprobs
 from paceline.engine.sampling import LogprobsMode
 from paceline.engine.slots import SamplingFlags, SlotState
-from paceline.engine.target_cache import TargetCache, attend_rows, commit_rows
+from paceline.engine.target_cache import TargetCache, attend_rows, commit_rows, num_kept_rows
 from paceline.engine.transfers import HostCopy
 from paceline.engine.verifier import JudgedBlock, judge
 from paceline.models.taps import TapCollector
@@ -259,7 +259,7 @@ def decode_step(
 
     ends_B = rows.starts_B + accepted_B + 1
     commit(state, rows.slots_B, ends_B, bonus_ids_B)
-    commit_rows(cache, rows, anchors_B, judged.verified, batch.state_copies)
+    commit_rows(cache, rows, num_kept_rows(judged.verified, anchors_B), batch.state_copies)
     state.retire(rows.slots_B, ends_B, judged.tokens_BL, judged.verified.fault_B)
     state.tokens.extend(rows.slots_B, judged.tokens_BL, batch.flags)
     if batch.stopper is not None and plan is not None:

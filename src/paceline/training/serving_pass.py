@@ -19,12 +19,12 @@ from torch import Tensor
 
 from paceline.engine.attends import AttentionChoice
 from paceline.engine.block_tables import BlockTables
-from paceline.engine.cache import KeyValueCache
 from paceline.engine.make_proposer import make_proposer, spare_positions_of
 from paceline.engine.proposal import Rows
 from paceline.engine.settings import EngineSettings
 from paceline.engine.slots import SlotState
 from paceline.engine.step import run_rows
+from paceline.engine.target_cache import begin_text, commit_rows, make_target_cache
 from paceline.models.drafters.eagle3 import Eagle3Drafter
 from paceline.models.loading import LoadedDrafter, LoadedTarget
 
@@ -60,7 +60,7 @@ class ServingPass:
 
     def __init__(self, target: LoadedTarget, drafter: LoadedDrafter, *, max_tokens: int) -> None:
         self._target, self._drafter = target, drafter
-        weight, contract = target.model.norm.weight, target.contract
+        weight = target.model.norm.weight
         self._num_drafts = drafter.num_draft_tokens
         self._choice = AttentionChoice.for_device(weight.device, is_row_invariant=target.linear_mode == "row_invariant")
         capacity = max_tokens + 2 * self._num_drafts + 1 + spare_positions_of(drafter, self._num_drafts)
@@ -69,14 +69,7 @@ class ServingPass:
         self._proposer = make_proposer(
             target, drafter, self._choice, settings, num_draft_tokens=self._num_drafts, tables=tables
         )
-        self._cache = KeyValueCache(
-            tables,
-            num_layers=contract.num_layers,
-            num_kv_heads=contract.num_kv_heads,
-            head_size=contract.head_size,
-            dtype=weight.dtype,
-            device=weight.device,
-        )
+        self._cache = make_target_cache(target, tables, max_rows=capacity)
         self._state = SlotState(1, num_draft_tokens=self._num_drafts, num_candidates=0, device=weight.device)
 
     @torch.no_grad()
@@ -89,6 +82,7 @@ class ServingPass:
         """
         taps: list[list[Tensor]] = []
         hidden_AKD, ids_AK = [], []
+        begin_text(self._cache, _SLOT)
         start = 0
         for anchor in anchors:
             with self._recorded() as (of_target, of_drafter):
@@ -106,7 +100,8 @@ class ServingPass:
         token_ids_BT = torch.tensor([[*ids[start:anchor], *refused]], device=device)
         slots_B, starts_B = torch.tensor([_SLOT], device=device), torch.tensor([start], device=device)
         rows = Rows([_SLOT], slots_B, [start], starts_B, token_ids_BT.shape[1])
-        run_rows(self._target.model, self._proposer, self._cache, self._choice, rows, token_ids_BT)
+        run_rows(self._target.model, self._proposer, self._cache, self._choice, rows, token_ids_BT, all_count=False)
+        commit_rows(self._cache, rows, torch.full_like(starts_B, anchor - start))
         self._state.restore(_SLOT, length=anchor, anchor=ids[anchor], step=0)
         next_ids_B = torch.tensor([ids[anchor]], device=device)
         self._proposer.settle(rows, token_ids_BT, torch.full_like(starts_B, anchor), next_ids_B)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.hybrid_runs import FAMILIES as HYBRID_FAMILIES
+from tests.hybrid_runs import drafter_for, prompts_of, small_target, stepwise_text
 from tests.tiny import loaded, tiny_prompts
 from torch import Tensor
 
@@ -18,7 +20,7 @@ from paceline.engine.request import SamplingParameters
 from paceline.errors import CompatibilityError
 from paceline.models.drafters.dspark import DSparkDrafter
 from paceline.models.loading import LoadedDrafter, LoadedTarget
-from paceline.training import objective, parity, parity_stages
+from paceline.training import objective, parity, parity_stages, serving_pass
 from paceline.training.anchors import Blocks
 from paceline.training.parity import compare, training_drafter
 from paceline.training.parity_stages import Gates, KnownText, Parity, Stage
@@ -64,6 +66,20 @@ def test_every_family_drafts_alike(family: str, mode: Any) -> None:
     assert found.dtype == "float32"
     assert [slot.num_equal for slot in found.slots] == [slot.num_blocks for slot in found.slots]
     assert all(slot.num_blocks == 32 for slot in found.slots)  # 16 anchors of each text
+
+
+@pytest.mark.parametrize("family", HYBRID_FAMILIES)
+def test_drafters_of_hybrid_targets_draft_alike(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fed with mixtures of the residual; refused rows must not stay in the states that later taps come from."""
+    target = small_target()
+    (prompts, texts) = prompts_of([5, 9]), []
+    for prompt in prompts:
+        texts.append(KnownText((*prompt, *stepwise_text(target, prompt, 24)), len(prompt)))
+    found = compare(target, drafter_for(target, family), texts)
+    assert found.first_difference is None, found
+    assert all(slot.num_equal == slot.num_blocks == 32 for slot in found.slots)
+    monkeypatch.setattr(serving_pass, "commit_rows", lambda *_args: None)
+    assert first_difference(compare(target, drafter_for(target, family), texts)).startswith("tap")
 
 
 def test_whole_blocks_are_compared_whatever_is_served() -> None:
