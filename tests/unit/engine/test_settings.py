@@ -11,10 +11,21 @@ from tests.tiny import loaded
 from paceline.engine.settings import (
     DEFAULT_MAX_MODEL_LEN,
     EngineSettings,
+    SnapshotSizes,
     context_length,
     draft_tokens_per_step,
+    snapshot_sizes,
 )
 from paceline.errors import ConfigError
+
+COUNTS = (
+    "max_num_seqs",
+    "max_model_len",
+    "num_draft_tokens",
+    "prefill_chunk_size",
+    "num_snapshots",
+    "snapshot_spacing",
+)
 
 
 def unchecked(name: str, value: Any) -> dict[str, Any]:
@@ -22,7 +33,9 @@ def unchecked(name: str, value: Any) -> dict[str, Any]:
     return {name: value}
 
 
-@pytest.mark.parametrize("name", ["max_num_seqs", "max_model_len", "num_draft_tokens", "prefill_chunk_size"])
+@pytest.mark.parametrize(
+    "name", ["max_num_seqs", "max_model_len", "num_draft_tokens", "num_snapshots", "snapshot_spacing"]
+)
 @pytest.mark.parametrize("value", [0, -1])
 def test_counts_start_at_one(name: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"{name} is {value}"):
@@ -72,3 +85,11 @@ def test_drafts_that_share_noise_have_to_be_drawn() -> None:
     with pytest.raises(ConfigError, match="share the target's noise"):
         EngineSettings(verify_method="coupled", draft_sample_method="greedy")
     EngineSettings(verify_method="coupled", draft_sample_method="probabilistic")
+
+
+def test_states_are_kept_where_hits_can_end() -> None:
+    assert snapshot_sizes(EngineSettings(max_num_seqs=3), 48) == SnapshotSizes(24, 1056)
+    assert snapshot_sizes(EngineSettings(num_snapshots=5, snapshot_spacing=64), 32) == SnapshotSizes(5, 64)
+    with pytest.raises(ConfigError, match="snapshot_spacing is 40; blocks have 32 positions") as found:
+        snapshot_sizes(EngineSettings(snapshot_spacing=40), 32)
+    assert found.value.hint == "snapshot_spacing=64"

@@ -287,3 +287,22 @@ def test_random_use_loses_no_row_and_starts_nobody_elsewhere(seed: int) -> None:
         snapshots.free(row, fence=fence)
     snapshots.retire(step + 1)
     assert snapshots.num_free == 4
+
+
+def test_after_an_interruption_nobody_holds_a_row_and_none_is_lost() -> None:
+    store = Store(num_snapshots=5)
+    store.write(TEXT, 8, 16)
+    snapshots = store.snapshots
+    hit = store.start(TEXT)
+    assert hit is not None
+    snapshots.take(hit.row)
+    own = [snapshots.allocate() for _ in range(2)]
+    snapshots.free(own[0] if own[0] is not None else -1, fence=7)  # a step that was launched may still write to it
+    assert snapshots.num_used == 2 and len(snapshots.free_rows()) == 1
+    snapshots.reclaim(fence=7)
+    assert snapshots.num_used == 0
+    assert store.length(TEXT) == 16 and set(snapshots.published_rows()) == {0, 1}
+    assert len(snapshots.free_rows()) == 0  # until that step is done
+    store.pool.retire(7)
+    assert snapshots.allocate() is not None
+    assert len(snapshots.free_rows()) == 2 and snapshots.num_cached == 2
