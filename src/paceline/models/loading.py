@@ -42,6 +42,7 @@ from paceline.models.target_weights import fill_target
 from paceline.models.targets.target import Target
 from paceline.ops.linear import can_pack
 from paceline.ops.native.attention import LARGEST_HEAD
+from paceline.ops.native.build import has_amx
 from paceline.ops.native.rows import can_run as can_run_native
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -130,13 +131,15 @@ def resolve_linear_mode(
 ) -> LinearMode:
     """The arithmetic that will really run: native or packed wherever it can be, unless something else was asked for.
 
+    With AMX, packed products have instructions that the native ones have not: those have to be asked for there.
+
     Args:
         asked: what the caller wants.
         weight: one of the model's.
         contract: of a target that one process holds; None for one that is spread, which has no native form.
     """
     is_packable = can_pack(weight)
-    if asked == "auto" and _can_be_native(weight, contract):
+    if asked == "auto" and not has_amx() and _can_be_native(weight, contract):
         return "native"
     if asked == "auto":
         return "packed" if is_packable else "plain"

@@ -47,6 +47,7 @@ def test_drafts_and_neighbours_change_no_id(family: Family, drafter_family: Draf
     assert texts(target, None, at_once=5) == alone
     assert texts(target, drafter, at_once=1) == alone
     assert texts(target, drafter, at_once=5, prefill_chunk_size=16, block_size=16) == alone
+    assert texts(target, drafter, at_once=3, run_ahead=True) == alone
 
 
 def test_a_key_too_many_changes_some(monkeypatch: pytest.MonkeyPatch) -> None:

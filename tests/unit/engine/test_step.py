@@ -20,10 +20,12 @@ from paceline.engine.slots import SamplingFlags, SlotState
 from paceline.engine.step import HostStep, StepBatch, StepOutput, decode_step
 from paceline.models.drafters.proposal import Proposal
 from paceline.models.loading import LoadedDrafter, LoadedTarget
+from paceline.ops.native.rows import can_run
 
 CPU = torch.device("cpu")
 ROW_INVARIANT = AttentionChoice(is_batched=False, is_row_invariant=True)
 BATCHED = AttentionChoice(is_batched=True, is_row_invariant=False)
+NATIVE = AttentionChoice(is_batched=False, is_row_invariant=False, is_native=True)
 GREEDY = SamplingFlags.of([SamplingParameters()])
 
 
@@ -35,7 +37,13 @@ class Bench:
         tables = fixed_tables(3, 64)
         contract, own = target.contract, drafter.contract
         self.cache, context = (
-            make_cache(tables, num_layers=each.num_layers, num_kv_heads=each.num_kv_heads, head_size=each.head_size)
+            make_cache(
+                tables,
+                num_layers=each.num_layers,
+                num_kv_heads=each.num_kv_heads,
+                head_size=each.head_size,
+                dtype=target.model.norm.weight.dtype,
+            )
             for each in (contract, own)
         )
         self.proposer = BlockProposer(target.model, drafter.model, context, choice, num_draft_tokens=3, method="greedy")
@@ -96,13 +104,18 @@ def test_every_count_of_accepted_drafts_commits_exactly_the_kept_rows() -> None:
         assert follows == text[num_right + 2 : num_right + 6]
 
 
-@pytest.mark.parametrize("choice", [ROW_INVARIANT, BATCHED, AttentionChoice(is_batched=False, is_row_invariant=False)])
+@pytest.mark.parametrize(
+    "choice", [ROW_INVARIANT, BATCHED, AttentionChoice(is_batched=False, is_row_invariant=False), NATIVE]
+)
 @torch.inference_mode()
 def test_rows_of_a_request_that_has_ended_write_to_block_0_alone(choice: AttentionChoice) -> None:
     """I9, G3: the device may see an end before the host does; the step that is launched meanwhile must not be felt."""
+    if choice.is_native and not can_run(torch.empty(1, dtype=torch.bfloat16)):
+        pytest.skip("no native operations on this machine")
     prompts = tiny_prompts([9, 12, 6])
-    alone = Bench(*loaded(), choice)
-    bench = Bench(*loaded(), choice)
+    arithmetic: dict[str, Any] = {"linear_mode": "native", "dtype": torch.bfloat16} if choice.is_native else {}
+    alone = Bench(*loaded(**arithmetic), choice)
+    bench = Bench(*loaded(**arithmetic), choice)
     for slot, prompt in enumerate(prompts):
         bench.prefill(slot, prompt)
         alone.prefill(slot, prompt)

@@ -23,6 +23,7 @@ from paceline.models.attends import WholeSequence
 from paceline.models.building import initialise_drafter
 from paceline.models.layers import Linear
 from paceline.models.loading import LoadedTarget, load_drafter, load_target, resolve_device
+from paceline.ops.native.build import has_amx
 from paceline.ops.native.rows import can_run
 
 SIZES = {
@@ -147,7 +148,7 @@ def test_a_truncated_file_is_said(folder: Path) -> None:
 
 def test_dtype_device_and_arithmetic(folder: Path) -> None:
     auto = load_target(str(folder), device="cpu")
-    is_native = can_run(torch.empty(1, dtype=torch.bfloat16))
+    is_native = can_run(torch.empty(1, dtype=torch.bfloat16)) and not has_amx()
     assert auto.linear_mode == ("native" if is_native else "packed"), "what a CPU serves with unless told otherwise"
     half = load_target(str(folder), dtype="bfloat16", device="cpu", linear_mode="row_invariant")
     assert half.linear_mode == "row_invariant"
@@ -364,3 +365,13 @@ def test_native_arithmetic_is_refused_where_there_is_none(folder: Path, monkeypa
         load_target(str(folder), dtype="bfloat16", device="cpu", linear_mode="native")
     half = load_target(str(folder), dtype="bfloat16", device="cpu")
     assert half.linear_mode in ("packed", "plain"), "auto goes without"
+
+
+def test_native_arithmetic_has_to_be_asked_for_where_there_is_amx(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "has_amx", lambda: True)
+    assert load_target(str(folder), dtype="bfloat16", device="cpu").linear_mode in ("packed", "plain")
+    if can_run(torch.empty(1, dtype=torch.bfloat16)):
+        asked = load_target(str(folder), dtype="bfloat16", device="cpu", linear_mode="native")
+        assert asked.linear_mode == "native"

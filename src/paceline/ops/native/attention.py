@@ -98,6 +98,10 @@ class BlockedAttention:
         self._of_layer = planes.stride(0) * planes.element_size()
         self._of_values = planes.stride(1) * planes.element_size()
         self._first = planes.data_ptr()
+        # What follows reads memory by these numbers alone.
+        assert planes.is_contiguous() and table.stride(1) == 1 and table.dtype == torch.int32, "as the cache makes them"
+        assert int(lengths_B.max()) + num_rows <= end, "nobody sees further than that"
+        assert end - num_rows <= table.shape[1] * block_size, "what is read lies in blocks of the table"
         stride = -(-end // _LANES) * _LANES
         self._scratch = torch.empty(self.num_threads * _ROWS_OF_SCRATCH * stride, dtype=torch.float32)
         self._held = (table, slots_B, lengths_B, write_rows_BT)  # their memory has to outlive this

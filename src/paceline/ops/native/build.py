@@ -77,6 +77,12 @@ def loaded_library() -> ctypes.CDLL:
     return loaded
 
 
+def has_amx() -> bool:
+    """Whether the processor multiplies tiles of bf16 (AMX), which torch's own products use."""
+    asked = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return asked is not None and bool(asked())
+
+
 def _is_processor_fit() -> bool:
     has_bf16 = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
     return sys.platform == "linux" and platform.machine() == "x86_64" and has_bf16 is not None and bool(has_bf16())

@@ -74,3 +74,9 @@ def test_a_folder_that_others_may_write_to_is_not_trusted(home: Path, monkeypatc
     monkeypatch.setattr(build, "_compile", lambda _compiler, path: bool(path.write_text("")) or True)
     monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(home / "temporary"))
     assert build._built("gcc").parent.parent == home / "temporary"
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_amx_is_asked_of_torch(found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.torch.cpu, "_is_amx_tile_supported", lambda: found, raising=False)
+    assert build.has_amx() is found
