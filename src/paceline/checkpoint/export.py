@@ -46,6 +46,7 @@ from paceline.errors import CheckpointError
 FINGERPRINT_FILE = "fingerprint.safetensors"
 DEQUANTIZED_MARK = "dequantized_from"  # tensor of bytes in a fingerprint: the scheme that its drafter's weights were in
 PROVENANCE_FILE = "provenance.json"
+TEMPLATE_KEY = "chat_template_sha256"  # in it: of the template that conversations were rendered with
 TOKEN_COUNTS_FILE = "token_counts.safetensors"  # how often each target id is in the training data's answers
 TOKEN_COUNTS = "token_counts"  # its one tensor, int64 [target vocabulary]
 _OUR_FILES = frozenset({CONFIG_FILE, INDEX_FILE, PROVENANCE_FILE, MASK_FILE, CALIBRATION_FILE, "hf_quant_config.json"})

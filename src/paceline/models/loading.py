@@ -18,7 +18,7 @@ from paceline.checkpoint.calibration import Calibration, read_calibration
 from paceline.checkpoint.compatibility import check_fit, complete_contract
 from paceline.checkpoint.contract import AuxHiddenStream, DrafterContract, TargetContract, capture_id
 from paceline.checkpoint.dialects import read_drafter
-from paceline.checkpoint.export import FINGERPRINT_FILE, PROVENANCE_FILE
+from paceline.checkpoint.export import FINGERPRINT_FILE, PROVENANCE_FILE, TEMPLATE_KEY
 from paceline.checkpoint.locate import locate_drafter, locate_target, read_json
 from paceline.checkpoint.names import drafter_destinations
 from paceline.checkpoint.target_config import read_target_contract
@@ -207,6 +207,7 @@ def load_drafter(
             "limit; `paceline evaluate ... --calibrate` measures one",
             folder,
         )
+    _compare_template(folder, target)
     weight = target.model.norm.weight
     drafter = empty_drafter(contract, weight.dtype, weight.device)
     destinations = drafter_destinations(contract)
@@ -231,6 +232,22 @@ def load_drafter(
         token_counts_W=token_counts_W,
         calibration=calibration,
     )
+
+
+def _compare_template(folder: Path, target: LoadedTarget) -> None:
+    """Warn where chats will be rendered otherwise than those that the drafter learned from, if it says with what."""
+    file = folder / PROVENANCE_FILE
+    trained_with = read_json(file).get(TEMPLATE_KEY) if file.is_file() else None
+    is_text = isinstance(target.tokenizer, TextTokenizer)
+    served_with = target.tokenizer.template_sha256 if is_text else None
+    if trained_with is not None and trained_with != served_with:
+        _log.warning(
+            "%s was trained on chats of the template %.12s, %s renders them with %s: expect fewer accepted drafts",
+            folder,
+            trained_with,
+            target.contract.name,
+            "none" if served_with is None else f"{served_with:.12}",
+        )
 
 
 def _check_num_draft_tokens(asked: int, contract: DrafterContract) -> None:

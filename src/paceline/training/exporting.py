@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.calibration import Calibration
-from paceline.checkpoint.export import split_fused, write_drafter_folder
+from paceline.checkpoint.export import TEMPLATE_KEY, split_fused, write_drafter_folder
 from paceline.checkpoint.names import drafter_destinations
+from paceline.checkpoint.tokenizer import TextTokenizer
 from paceline.configuration.run import TrainRun
 from paceline.models.building import empty_drafter
 from paceline.models.fingerprint import PROBE_TOKENS, record_fingerprint
@@ -52,7 +53,9 @@ def export_drafter(
         CapacityError: the disk is full; nothing is left behind.
     """
     masters = {name: full_tensor(parameter) for name, parameter in parts.drafter.named_parameters()}
-    record = {"step": step, **identity}
+    is_text = isinstance(target.tokenizer, TextTokenizer)
+    template = target.tokenizer.template_sha256 if is_text else None
+    record = {"step": step, **identity, TEMPLATE_KEY: template}
     return ranks.first_only(lambda: _write(folder, run, parts, target, record, masters, calibration))
 
 

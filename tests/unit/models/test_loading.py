@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Callable
@@ -14,9 +15,12 @@ from safetensors.torch import load_file, save_file
 from tests.tiny import tiny_drafter, tiny_prompts, tiny_target, wrap_target
 from tests.tiny_run import write_drafter, write_target_folder, write_tokenizer
 from tests.unit.models.probing import PROBE, old_format
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
 
 from paceline.checkpoint.contract import RopeSettings, TargetLayerId
+from paceline.checkpoint.tokenizer import TextTokenizer
 from paceline.errors import CheckpointError, CompatibilityError, ConfigError
 from paceline.models import loading
 from paceline.models.attends import WholeSequence
@@ -293,6 +297,30 @@ def test_without_a_fingerprint_it_warns(tmp_path: Path, target: LoadedTarget, ca
     with caplog.at_level(logging.WARNING, logger=loading.__name__):
         load_drafter(str(folder), target)
     assert "no fingerprint" in caplog.text and str(folder) in caplog.text
+
+
+def templated(target: LoadedTarget, template: str | None) -> LoadedTarget:
+    backend = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
+    tokenizer = TextTokenizer(backend, chat_template=template, special_tokens={}, origin="test")
+    return dataclasses.replace(target, tokenizer=tokenizer)
+
+
+def test_another_template_than_in_training_is_warned_of(
+    tmp_path: Path, target: LoadedTarget, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both hashes are said; a drafter that names no template, or this one, loads in silence."""
+    folder = write_drafter(tmp_path / "d", target)
+    trained = templated(target, "{{ messages }}")
+    history = folder / "provenance.json"
+    record = json.loads(history.read_text()) if history.exists() else {}
+    for template, is_warned in ((None, False), (trained.tokenizer.template_sha256, True)):
+        history.write_text(json.dumps({**record, "chat_template_sha256": template}))
+        for served, differs in (("{{ messages }}", False), ("{{ messages }} ", True), (None, True)):
+            caplog.clear()
+            with caplog.at_level(logging.WARNING, logger=loading.__name__):
+                load_drafter(str(folder), templated(target, served))
+            assert ("was trained on chats of the template" in caplog.text) == (is_warned and differs)
+    assert str(template)[:12] in caplog.text and "renders them with none" in caplog.text
 
 
 def test_the_drafters_own_rope_reaches_its_table(tmp_path: Path, target: LoadedTarget) -> None:

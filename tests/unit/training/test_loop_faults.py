@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,12 @@ from tests.unit.training.runs import (
     state,
     timeless,
 )
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from paceline.checkpoint.export import split_fused, write_drafter_folder
 from paceline.checkpoint.names import drafter_destinations
+from paceline.checkpoint.tokenizer import TextTokenizer
 from paceline.checkpoint.weights import open_safetensors, open_safetensors_file
 from paceline.configuration.run import TrainRun
 from paceline.errors import CapacityError, NumericError
@@ -255,6 +260,18 @@ def test_the_exported_drafter_loads_and_knows_its_target(target: LoadedTarget, t
         load_drafter(str(outcome.drafter), chat_target(7, hidden_size=32, intermediate_size=48, head_size=8))
     record = json.loads((outcome.drafter / "provenance.json").read_text())
     assert record["step"] == 4 and record["seed"] == 0 and record["optimizer.learning_rate"] == 1e-3
+    assert record["chat_template_sha256"] is None, "its tokenizer is a stand-in"
+
+
+def test_the_exported_drafter_names_the_template_of_its_target(
+    target: LoadedTarget, tmp_path: Path, data: Path
+) -> None:
+    backend = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
+    tokenizer = TextTokenizer(backend, chat_template="{{ messages }}", special_tokens={}, origin="test")
+    outcome = train(tiny_settings(tmp_path / "run", data, schedule_num_steps=2), replace(target, tokenizer=tokenizer))
+    assert outcome.drafter is not None
+    record = json.loads((outcome.drafter / "provenance.json").read_text())
+    assert record["chat_template_sha256"] == hashlib.sha256(b"{{ messages }}").hexdigest()
 
 
 def test_short_texts_still_make_a_probe(target: LoadedTarget, tmp_path: Path) -> None:
