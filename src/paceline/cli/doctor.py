@@ -112,6 +112,7 @@ def _torch() -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "onednn": "yes" if torch.backends.mkldnn.is_available() else "no",
         "bfloat16_on_cpu": "native" if _has_native_bfloat16() else "emulated",
+        "native_operations": _native_operations(),
         "cuda": torch.version.cuda,
     }
     if torch.cuda.is_available():
@@ -128,6 +129,14 @@ def _has_native_bfloat16() -> bool:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     except (AttributeError, RuntimeError):  # a build without oneDNN has no such operation
         return False
+
+
+def _native_operations() -> str:
+    from paceline.ops.native.build import has_amx, library
+
+    if library() is None:
+        return "no: they take Linux on x86-64, AVX512-bf16 and gcc"
+    return "built; only where asked for, as the processor has AMX" if has_amx() else "built"
 
 
 def _environment() -> dict[str, object]:

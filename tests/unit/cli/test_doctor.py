@@ -6,6 +6,8 @@ import pytest
 from tests.unit.cli.test_main import run
 
 import paceline
+from paceline.cli import doctor
+from paceline.ops.native import build
 
 
 def test_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,3 +22,12 @@ def test_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     assert "very-secret" not in text
     assert run(["doctor"]) == 0
     assert "versions:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("is_there", "is_amx", "text"), [(False, False, "no:"), (True, False, "built"), (True, True, "built; only where")]
+)
+def test_native_operations(monkeypatch: pytest.MonkeyPatch, is_there: bool, is_amx: bool, text: str) -> None:
+    monkeypatch.setattr(build, "library", lambda: object() if is_there else None)
+    monkeypatch.setattr(build, "has_amx", lambda: is_amx)
+    assert doctor._native_operations().startswith(text)
