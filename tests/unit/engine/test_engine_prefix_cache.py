@@ -19,6 +19,7 @@ from tests.unit.engine.serving_runs import (
 )
 
 from paceline.engine.cache import KeyValueCache
+from paceline.engine.engine import Engine
 from paceline.engine.identity import prefix_identity, weights_digest
 from paceline.engine.request_blocks import RequestBlocks
 
@@ -113,12 +114,31 @@ def test_requests_that_share_a_prefix_leave_each_other_alone(sharing: bool, monk
     require_empty(engine)
 
 
+def feeding_drafted_requests_alone(engine: Engine) -> Engine:
+    """As if the drafter's positions ended at once for requests without drafts: their prompts leave no context."""
+    engine._loop.blocks._context_limit = 0
+    return engine
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_without_drafts_leaves_its_context_to_those_behind(family: str) -> None:
+    target, drafter = loaded(drafter_family=family)
+    first, second = shared_prompts(40, [5, 9])
+    engine = checked(target, drafter)
+    engine.generate([first], replace(GREEDY, draft_length="off"))
+    (drafted,) = engine.generate([second], GREEDY)
+    assert drafted.num_cached_tokens >= 32 and drafted.context_start == 0
+    (right,) = checked(target, drafter, prefix_cache=False).generate([second], GREEDY)
+    assert same_run(drafted, right)
+    require_empty(engine)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_hit_without_draft_context_is_drafted_behind(family: str) -> None:
     """T7.7: the text is right, drafts are others, and what nobody wrote is not read: free blocks hold NaN."""
     target, drafter = loaded(drafter_family=family)
     first, second = shared_prompts(40, [5, 9])
-    engine = checked(target, drafter)
+    engine = feeding_drafted_requests_alone(checked(target, drafter))
     (plain,) = engine.generate([first], replace(GREEDY, draft_length="off"))
     (drafted,) = engine.generate([second], GREEDY)
     hit = 32 if family == "eagle3" else 40  # its last key would need the token behind it
@@ -138,7 +158,7 @@ def test_reading_context_that_is_not_there_changes_the_drafts(monkeypatch: pytes
     first, second = shared_prompts(40, [5, 9])
     found, reader = [], KeyValueCache.reader
     for is_planted in (False, True):
-        engine = checked(target, drafter)
+        engine = feeding_drafted_requests_alone(checked(target, drafter))
         engine.generate([first], replace(GREEDY, draft_length="off"))
         if is_planted:
             monkeypatch.setattr(KeyValueCache, "reader", lambda *args, start=0: reader(*args[:3]))
