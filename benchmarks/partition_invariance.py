@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from benchmarks.command_line import DTYPES, positive, report, run, say
+from benchmarks.random_kimi import kimi_config, random_kimi
 from benchmarks.results import text_table
 
 from paceline.errors import EXIT_DONE
@@ -100,65 +101,11 @@ def measure(dtype: str, options: argparse.Namespace) -> list[dict[str, object]]:
 
 
 def make_target(options: argparse.Namespace, dtype: Any) -> KimiTarget:
-    """A random target with every feature of Kimi-K3; every fourth layer has latent attention."""
+    """A random target with every feature of Kimi-K3."""
     import torch
 
-    from paceline.checkpoint.kimi_config import read_kimi_contract
-    from paceline.models.building import empty_target
-    from paceline.models.targets.kimi import KimiTarget
-
-    width, numbers = options.hidden_size, range(1, options.num_layers + 1)
-    config = {
-        "model_type": "kimi_linear",
-        "dtype": "float32",
-        "vocab_size": 256,
-        "hidden_size": width,
-        "num_hidden_layers": options.num_layers,
-        "intermediate_size": 2 * width,
-        "num_attention_heads": 4,
-        "hidden_act": "situ",
-        "activation_situ_beta": 4.0,
-        "activation_situ_linear_beta": 25.0,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 4096,
-        "q_lora_rank": width // 2,
-        "kv_lora_rank": width // 2,
-        "qk_nope_head_dim": width // 4,
-        "qk_rope_head_dim": width // 8,
-        "v_head_dim": width // 4,
-        "mla_use_nope": True,
-        "mla_use_output_gate": True,
-        "num_experts": 4,
-        "num_experts_per_token": 2,
-        "num_shared_experts": 1,
-        "moe_intermediate_size": width // 2,
-        "routed_expert_hidden_size": width // 2,
-        "latent_moe_use_norm": True,
-        "first_k_dense_replace": 1,
-        "attn_res_block_size": options.block_size,
-        "linear_attn_config": {
-            "kda_layers": [number for number in numbers if number % 4],
-            "full_attn_layers": [number for number in numbers if number % 4 == 0],
-            "num_heads": 4,
-            "head_dim": width // 4,
-            "short_conv_kernel_size": 4,
-            "use_full_rank_gate": True,
-            "gate_lower_bound": -5.0,
-        },
-    }
-    target = empty_target(read_kimi_contract(config, Path("random"), "random"), dtype, torch.device(options.device))
-    assert isinstance(target, KimiTarget)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in target.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 1:
-                parameter.copy_(0.5 * noise if name.endswith(("A_log", "bias")) else 1.0 + 0.2 * noise)
-            else:
-                # mixtures whose projection is zero are means, and hide every mistake
-                scale = 2.0 if name.endswith(".proj") else 1.2
-                parameter.copy_(noise if "embed" in name else noise * scale * parameter.shape[-1] ** -0.5)
-    return target
+    config = kimi_config(options.num_layers, options.block_size, options.hidden_size)
+    return random_kimi(config, dtype, torch.device(options.device))
 
 
 def surviving(

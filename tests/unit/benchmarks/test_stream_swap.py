@@ -1,0 +1,73 @@
+"""The benchmark of streams: every drafter is fed both, every text is counted, and the signs are right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from benchmarks import stream_swap
+from benchmarks.stream_swap import Counts, exit_code, main, make_prompts, make_rows, make_target, parse, swap
+
+from paceline.models import loading
+
+SMALL = ["--num-layers", "4", "--block-size", "2", "--hidden-size", "32", "--max-tokens", "16", "--threads", "1"]
+COUNTS: Counts = {
+    "attn_res": {"attn_res": [[16, 4], [16, 8], [16, 4]], "prefix": [[16, 8], [16, 8], [16, 16]]},
+    "prefix": {"attn_res": [[16, 4], [16, 8], [16, 4]], "prefix": [[16, 8], [16, 8], [16, 16]]},
+}
+
+
+def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [*SMALL, "--num-texts", "16", "--num-prompts", "4", "--num-steps", "4", "--num-draft-tokens", "3"]
+    assert main([*command, "--family", "dflash", "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "stream-swap.json").read_text())
+    assert [(row["family"], row["trained_on"]) for row in found["rows"]] == [("dflash", one) for one in COUNTS]
+    assert all(row["num_identical"] == row["num_texts"] == 8 for row in found["rows"])
+    for row in found["rows"]:
+        by_fed = found["counts"]["dflash"][row["trained_on"]]
+        assert set(by_fed) == set(COUNTS)
+        assert all(len(pairs) == 4 and all(steps >= 4 for _, steps in pairs) for pairs in by_fed.values())
+    assert "sign_p" in capsys.readouterr().out
+
+
+def test_own_less_other_whichever_the_own_is() -> None:
+    first, second = make_rows("dflash2", COUNTS, {"attn_res": 6, "prefix": 6})
+    assert (first["own"], first["other"]) == (48 / 16, 48 / 32)
+    assert first["difference"] == pytest.approx((2 + 0 + 3) / 3)
+    assert (first["longer"], first["shorter"], first["sign_p"]) == (2, 0, 0.5)
+    assert (second["own"], second["other"]) == (48 / 32, 48 / 16)
+    assert second["difference"] == pytest.approx(-(2 + 0 + 3) / 3)
+    assert (second["longer"], second["shorter"]) == (0, 2)
+    assert exit_code([first, second]) == 0
+    assert exit_code([first, {**second, "num_identical": 5}]) == 3
+
+
+def test_every_drafter_is_fed_both_streams_and_a_text_that_differs_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts: list[tuple[int, ...]] = [(9, 9), (1, 2), (3, 4)]  # the last two are held out
+    prompts = [[5], [6], [7]]
+    monkeypatch.setattr(loading, "load_drafter", lambda name, _, *, aux_hidden_stream: (name, aux_hidden_stream))
+
+    def answer(_target: Any, drafter: Any, asked: Any, *_: Any) -> list[Any]:
+        assert asked == prompts[1:]
+        said = [(1, 2), (3, 5) if drafter == ("b", "attn_res") else (3, 4)]
+        length = 2 if drafter in (("a", "attn_res"), ("b", "prefix")) else 1
+        return [SimpleNamespace(token_ids=ids, length=length) for ids in said]
+
+    monkeypatch.setattr(stream_swap, "answer", answer)
+    monkeypatch.setattr(stream_swap, "counts_of", lambda result: [4 * result.length, 4])
+    options = parse([*SMALL, "--num-prompts", "2"])
+    target: Any = None
+    counts, num_identical = swap(target, {"attn_res": Path("a"), "prefix": Path("b")}, prompts, texts, options)
+    assert num_identical == {"attn_res": 4, "prefix": 3}
+    rows = make_rows("dflash", counts, num_identical)
+    assert [(row["own"], row["other"], row["longer"]) for row in rows] == [(2, 1, 2), (2, 1, 2)]
+    assert exit_code(rows) == 3
+
+
+def test_no_text_holds_the_id_that_masks() -> None:
+    target = make_target(parse(SMALL), "plain")
+    assert not target.model.lm_head.weight[3].any(), "its logit is 0, and the largest is above"
+    assert all(min(prompt) > 3 for prompt in make_prompts(50, seed=0))
