@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from abc import ABC, abstractmethod
 from typing import Final
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from paceline.ops.native.build import loaded_library
 
 LARGEST_HEAD: Final = 1024  # of the C file
-_ROWS_OF_SCRATCH: Final = 24 + 4  # ROW_TILE of the C file, and the pointers behind
+_ROWS_OF_SCRATCH: Final = 24 + 4  # QUERY_TILE of layers.h, and the pointers behind
 _LANES: Final = 16
 
 
@@ -52,7 +53,7 @@ class _Attention(ctypes.Structure):
     )
 
 
-class InLayer:
+class InLayer(ABC):
     """Attention that a whole native layer can run by itself.
 
     Attributes:
@@ -61,9 +62,9 @@ class InLayer:
 
     num_threads: int
 
+    @abstractmethod
     def in_layer(self, layer: int) -> int:
         """The address of what the C files call Attention, for a layer; good until this is called again."""
-        raise NotImplementedError
 
 
 class BlockedAttention:
