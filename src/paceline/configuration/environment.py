@@ -6,6 +6,7 @@
 | `PACELINE_AUX_HIDDEN_STREAM` | prefix or attn_res: overrides the drafter's stream, for A/B runs | the drafter's |
 | `PACELINE_DEBUG` | on (1) shows tracebacks, like `--debug`, and makes engines check their invariants | off (0) |
 | `PACELINE_NUM_THREADS` | CPU threads of tensor operations, like `--threads` | torch's choice |
+| `PACELINE_DEPENDENT_LAUNCH` | on (1) lets kernels of a GPU begin before the one ahead has ended | off (0) |
 | `NO_COLOR` | anything but empty turns colours off (a convention that many programs share) | unset |
 
 Other libraries read their own (`HF_HOME`, `HF_HUB_OFFLINE`, `OMP_NUM_THREADS`, ...); `paceline doctor` shows those too.
@@ -28,6 +29,7 @@ OWN_VARIABLES = (
     "PACELINE_AUX_HIDDEN_STREAM",
     "PACELINE_DEBUG",
     "PACELINE_NUM_THREADS",
+    "PACELINE_DEPENDENT_LAUNCH",
     "NO_COLOR",
 )
 FOREIGN_VARIABLES = (
@@ -54,6 +56,7 @@ class Environment:
     aux_hidden_stream: Literal["prefix", "attn_res"] | None = None
     debug: bool = False
     num_threads: int | None = None
+    dependent_launch: bool = False
     no_color: bool = False
 
 
@@ -79,8 +82,9 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         aux_hidden_stream=cast(
             'Literal["prefix", "attn_res"] | None', _one_of(found, "PACELINE_AUX_HIDDEN_STREAM", STREAMS)
         ),
-        debug=_one_of(found, "PACELINE_DEBUG", ("off", "on", "0", "1")) in ("on", "1"),
+        debug=_is_on(found, "PACELINE_DEBUG"),
         num_threads=_count(found, "PACELINE_NUM_THREADS"),
+        dependent_launch=_is_on(found, "PACELINE_DEPENDENT_LAUNCH"),
         no_color=bool(found.get("NO_COLOR")),
     )
 
@@ -104,6 +108,10 @@ def _one_of(found: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> st
             f"{name} is {found[name]!r}", origin={name: "environment"}, hint=f"one of {', '.join(allowed)}"
         )
     return value
+
+
+def _is_on(found: Mapping[str, str], name: str) -> bool:
+    return _one_of(found, name, ("off", "on", "0", "1")) in ("on", "1")
 
 
 def _count(found: Mapping[str, str], name: str) -> int | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from paceline.configuration.environment import read_environment
 from paceline.engine.attends import AttentionChoice
 from paceline.engine.block_planes import BlockPlanes
 from paceline.engine.block_tables import BlockTables
@@ -31,7 +32,7 @@ from paceline.models.drafters.short_list import ShortList
 from paceline.models.layers import GatedMLP, Linear
 from paceline.models.loading import LoadedDrafter, LoadedTarget
 from paceline.models.targets.target import Target
-from paceline.ops.dispatch import implementations
+from paceline.ops.dispatch import allow_dependent_launch, implementations
 
 
 @dataclass
@@ -125,9 +126,11 @@ def make_parts(
         proposer: something else that proposes, instead of `drafter`.
 
     Raises:
-        ConfigError: a setting asks for more than the models can do, or the pool holds not even one request.
+        ConfigError: a setting asks for more than the models can do, or the pool holds not even one request; or a
+            variable of the environment makes no sense.
         CapacityError: the caches do not fit into memory.
     """
+    allow_dependent_launch(read_environment().dependent_launch)
     weight, contract = target.model.norm.weight, target.contract
     mode = target.linear_mode
     choice = AttentionChoice.for_device(

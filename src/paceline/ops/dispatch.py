@@ -23,12 +23,24 @@ if TYPE_CHECKING or HAS_TRITON:
 else:
     triton = tl = None
 
-__all__ = ["HAS_TRITON", "choose", "implementations", "kernel", "needs_gradient", "tl", "triton"]
+__all__ = [
+    "HAS_TRITON",
+    "allow_dependent_launch",
+    "choose",
+    "dependent_launch",
+    "implementations",
+    "kernel",
+    "needs_gradient",
+    "tl",
+    "triton",
+]
 
 _log = logging.getLogger(__name__)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 # (operation, device type) to implementation: the only state, kept so that a choice is reported once and can be listed.
 _chosen: dict[tuple[str, str], str] = {}
+_LEAST_CAPABILITY = (9, 0)  # of a GPU that can launch a kernel before the one ahead of it has ended
+_is_dependent_launch_allowed = False
 
 
 def kernel(function: Callable[..., None]) -> Any:
@@ -60,6 +72,24 @@ def implementations() -> dict[str, str]:
 def needs_gradient(*tensors: Tensor) -> bool:
     """Whether autograd will want this operation's graph, which kernels do not make."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def allow_dependent_launch(is_allowed: bool) -> None:
+    """Settle `dependent_launch` for the process; whoever sets up an engine or a measurement asks the environment."""
+    global _is_dependent_launch_allowed
+    _is_dependent_launch_allowed = is_allowed
+
+
+def dependent_launch() -> bool:
+    """Whether kernels that can are launched while the one ahead of them still runs (`launch_pdl`, `USE_PDL`).
+
+    Such a kernel calls `tl.extra.cuda.gdc_wait()` before it reads anything that the one ahead wrote, and before it
+    writes at all. It calls `gdc_launch_dependents()` after that wait: so whoever runs early knows that everything but
+    the last kernel has ended, and may read what is older before its own wait. Never while Triton interprets.
+    """
+    if not (_is_dependent_launch_allowed and HAS_TRITON) or triton.knobs.runtime.interpret:
+        return False
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= _LEAST_CAPABILITY
 
 
 def _report(name: str, device: str, version: str) -> None:

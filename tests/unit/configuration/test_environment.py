@@ -23,9 +23,10 @@ def test_all_variables() -> None:
             "PACELINE_AUX_HIDDEN_STREAM": "attn_res",
             "PACELINE_DEBUG": "1",
             "PACELINE_NUM_THREADS": "2",
+            "PACELINE_DEPENDENT_LAUNCH": "on",
             "NO_COLOR": "1",
         }
-    ) == Environment("debug", "attn_res", True, 2, True)
+    ) == Environment("debug", "attn_res", True, 2, True, True)
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,7 @@ def test_all_variables() -> None:
         ("PACELINE_DEBUG", "yes"),
         ("PACELINE_NUM_THREADS", "0"),
         ("PACELINE_NUM_THREADS", "two"),
+        ("PACELINE_DEPENDENT_LAUNCH", "early"),
         ("PACELINE_THREADS", "2"),
     ],
 )

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,6 +62,33 @@ def test_gradients_are_wanted_only_while_recorded() -> None:
     assert not dispatch.needs_gradient(plain)
     with torch.no_grad():
         assert not dispatch.needs_gradient(trained)
+
+
+@pytest.mark.parametrize(
+    ("is_allowed", "is_interpreting", "capability", "expected"),
+    [
+        (True, False, (9, 0), True),
+        (False, False, (9, 0), False),
+        (True, True, (9, 0), False),
+        (True, False, (8, 9), False),
+    ],
+)
+def test_kernels_run_into_each_other_only_where_allowed_and_possible(
+    monkeypatch: pytest.MonkeyPatch,
+    is_allowed: bool,
+    is_interpreting: bool,
+    capability: tuple[int, int],
+    expected: bool,
+) -> None:
+    assert not dispatch.dependent_launch(), "not unless somebody asks"
+    monkeypatch.setattr(dispatch, "_is_dependent_launch_allowed", False)  # and put back behind this test
+    monkeypatch.setattr(dispatch, "HAS_TRITON", True)
+    knobs = SimpleNamespace(knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=is_interpreting)))
+    monkeypatch.setattr(dispatch, "triton", knobs)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    dispatch.allow_dependent_launch(is_allowed)
+    assert dispatch.dependent_launch() is expected
 
 
 WITHOUT_TRITON = """
