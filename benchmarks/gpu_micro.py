@@ -20,7 +20,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from benchmarks.gpu_micro_clock import Bench, MicroCase, Row
 
 NAME = "gpu-micro"
-PARTS = ("ceilings", "launches", "products")
+PARTS = ("ceilings", "launches", "products", "vocabulary", "delta")
 OTHER_SCRIPTS = {"attention": "benchmarks.gpu_attention", "layers": "benchmarks.gpu_layers"}
 _COLUMNS = ("part", "case", "size", "us", "floor_us", "ratio", "gb_per_s", "tflops", "error")
 
@@ -55,7 +55,12 @@ def main(arguments: Sequence[str]) -> int:
     result = _result(options, arguments)
     failed, deadline_s = [], time.monotonic() + options.seconds
     for part in (part for part in PARTS if part in options.parts):
-        for case in cases_of(part, bench):
+        try:
+            cases = cases_of(part, bench)
+        except ImportError as error:
+            failed.append(f"{part}: {error}")
+            continue
+        for case in cases:
             if options.only not in case.name:
                 continue
             row = _row(case, bench, is_late=time.monotonic() > deadline_s)
@@ -89,15 +94,18 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def cases_of(part: str, bench: Bench) -> Iterator[MicroCase]:
     """The cases of a part, each made when its turn comes."""
-    from benchmarks.gpu_micro_launches import launch_cases
-    from benchmarks.gpu_micro_products import ceiling_cases, product_cases
+    # A part whose operations cannot be imported must not take the others with it.
+    if part == "launches":
+        from benchmarks.gpu_micro_launches import launch_cases
 
-    makers: dict[str, Callable[[], Iterator[MicroCase]]] = {
-        "ceilings": ceiling_cases,
-        "launches": launch_cases,
-        "products": lambda: product_cases(bench.is_real),
-    }
-    return makers[part]()
+        return launch_cases()
+    if part in ("ceilings", "products"):
+        from benchmarks.gpu_micro_products import ceiling_cases, product_cases
+
+        return ceiling_cases() if part == "ceilings" else product_cases(bench.is_real)
+    from benchmarks.gpu_micro_steps import delta_cases, vocabulary_cases
+
+    return (vocabulary_cases if part == "vocabulary" else delta_cases)(bench.is_real)
 
 
 def _row(case: MicroCase, bench: Bench, *, is_late: bool) -> Row:
