@@ -7,7 +7,7 @@
 
 A sink is one more key per head, of that score and with the value 0. Every range is read from the device, and the launch
 follows from shapes alone, so a captured one can be replayed with other lengths. What a table names outside a request's
-range is never used: free blocks, cells behind a request's last row and those before its first may hold NaN.
+range is never used: free blocks, cells behind a request's last row and those that no row of it sees may hold NaN.
 
 B requests, T rows of each, N query heads, M key/value heads (N = M * G), H head size, J blocks of a table's row,
 S slots, L context positions.
@@ -75,6 +75,8 @@ def paged_attention_reference(
     position_L = torch.arange(max(1, int(ends_B1.max())), device=device).clamp(max=table.shape[1] * block_size - 1)
     firsts_B1 = torch.zeros_like(ends_B1) if firsts_B is None else firsts_B.unsqueeze(1)
     is_read_BL = (position_L < ends_B1) & (position_L >= firsts_B1)
+    if window is not None:
+        is_read_BL &= position_L > starts_B.unsqueeze(1) - window
     blocks_BL = table[slots_B][:, position_L // block_size].long()
     rows_BL = blocks_BL * block_size + position_L % block_size
     # Not only masked in the scores: 0 * NaN is NaN in the sum of values.
