@@ -144,6 +144,8 @@ class TableProposer:
     max_positions = 2**31
     target_layer_ids = ()
     aux_hidden_stream: AuxHiddenStream = "prefix"
+    is_capturable = True
+    is_parallel = True
     cache = None
 
     def __init__(

@@ -21,6 +21,8 @@ class HelpedProposer:
         script_of_slot: prompt and plain text of the request in a slot.
     """
 
+    is_capturable = False  # it asks the host where requests stand
+
     def __init__(self, inner: Proposer, script_of_slot: Callable[[int], Sequence[int]]) -> None:
         self._inner, self._script_of_slot = inner, script_of_slot
 

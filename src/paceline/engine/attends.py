@@ -36,6 +36,7 @@ class AttentionChoice:
     is_batched: bool
     is_row_invariant: bool
     is_native: bool = False
+    is_paged: bool = False
 
     @classmethod
     def for_device(cls, device: torch.device, *, is_row_invariant: bool, is_native: bool = False) -> AttentionChoice:

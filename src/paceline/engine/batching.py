@@ -15,7 +15,6 @@ from paceline.engine.sampling_flags import SamplingFlags
 from paceline.engine.settings import EngineSettings
 from paceline.engine.slots import SlotState
 from paceline.engine.step import StepBatch
-from paceline.engine.transfers import to_device
 
 
 class StepFlags:
@@ -83,8 +82,9 @@ def step_batch(
     num_waiting: Sequence[int],
     rows_ahead: Sequence[int],
     stopper: DraftStopper | None,
+    round_rows: Callable[[int], int] = int,
 ) -> StepBatch:
-    """Put together a decode step.
+    """Put together a decode step, its tensors on the host.
 
     Args:
         requests: all that are decoding.
@@ -97,15 +97,15 @@ def step_batch(
         num_waiting: drafts that wait for each request, at most: of a pass that is not read yet, those it planned.
         rows_ahead: positions that each request may stand beyond what the host knows.
         stopper: as for `StepBatch`.
+        round_rows: rows that a step runs which needs so many; the drafts that are then missing are -1.
     """
     slots = [request.slot for request in requests if request.slot is not None]
     bounds = [request.num_cached + ahead for request, ahead in zip(requests, rows_ahead, strict=True)]
     # Rows are as many as the longest waiting block needs; the blocks drafted next may be of another length.
-    num_rows = 1 + min(most_drafts, max(num_waiting))
+    num_rows = round_rows(1 + min(most_drafts, max(num_waiting)))
     context_starts = [request.held.context_start for request in requests]
     lacks_context = any(context_starts)
-    numbers = torch.tensor([slots, bounds, context_starts])
-    slots_B, bounds_B, context_starts_B = to_device(numbers, state.device).unbind(0)
+    slots_B, bounds_B, context_starts_B = torch.tensor([slots, bounds, context_starts]).unbind(0)
     return StepBatch(
         rows=Rows(
             slots,

@@ -55,6 +55,8 @@ class ReplayProposer:
     max_positions = 2**31
     target_layer_ids: tuple[TargetLayerId, ...] = ()
     aux_hidden_stream: AuxHiddenStream = "prefix"
+    is_capturable = False  # it looks texts up on the host
+    is_parallel = True
     cache: KeyValueCache | None = None
 
     def __init__(self, script_of_slot: Callable[[int], Sequence[int] | None], num_draft_tokens: int) -> None:
@@ -91,6 +93,9 @@ class WatchedProposer:
         scripts: prompt and output of each request.
         vocab_size: wrong drafts stay below it.
     """
+
+    is_capturable = False
+    is_parallel = True
 
     def __init__(
         self,

@@ -72,6 +72,10 @@ class EngineStats(BlockStats, ComponentStats):
         num_probes: blocks that it drafted while off, to find out whether drafting pays again.
         num_held_back: drafts that were drawn but not judged, because too little was expected of them.
         mean_step_ms: wall time per decode step; 0 before the first.
+        num_recordings: CUDA graphs that were captured.
+        num_replayed_steps: decode steps that were played back from one.
+        num_unrecorded_steps: decode steps that were not, where steps are recorded: the first of each shape, and those
+            that cannot be.
         num_listed_ids: ids of the short list that drafts are chosen from; None where it is all that the drafter can.
         listed_share: share of the counted tokens that the list covers.
         alarm: whether drafting earns too little, see `alarm.py`.
@@ -97,6 +101,9 @@ class EngineStats(BlockStats, ComponentStats):
     num_probes: int
     num_held_back: int
     mean_step_ms: float
+    num_recordings: int
+    num_replayed_steps: int
+    num_unrecorded_steps: int
     num_listed_ids: int | None = None
     listed_share: float | None = None
     alarm: AlarmState = field(default_factory=AlarmState)
@@ -109,6 +116,7 @@ class Counters:
         self.num_steps = self.num_request_steps = self.num_prefill_tokens = self.num_output_tokens = 0
         self.num_finished = self.num_aborted = self.num_numeric_errors = self.num_dead_ends = 0
         self.num_undrafted = self.num_impossible_drafts = self.num_spoiled_blocks = self.num_held_back = 0
+        self.num_recordings = self.num_replayed_steps = self.num_unrecorded_steps = 0
         self.total_step_ms = 0.0
         # How many steps drafted, and kept, exactly so many: a step adds to two numbers, not to one per position.
         self._drafted = [0] * (num_draft_tokens + 1)
@@ -163,6 +171,9 @@ class Counters:
             num_probes=controller.num_probes if controller is not None else 0,
             num_held_back=self.num_held_back,
             mean_step_ms=self.total_step_ms / max(1, self.num_steps),
+            num_recordings=self.num_recordings,
+            num_replayed_steps=self.num_replayed_steps,
+            num_unrecorded_steps=self.num_unrecorded_steps,
             num_listed_ids=None if short_list is None else len(short_list.ids_V),
             listed_share=None if short_list is None else short_list.coverage,
             alarm=planner.alarm.state,

@@ -32,17 +32,20 @@ class DraftPlan:
         is_adaptive: per request, whether thresholds apply to it.
         teaches: per request, whether its blocks say something about the others': rules on tokens or a grammar refuse
             drafts for reasons of their own.
+        num_drawn: drafts that the batch draws at least, where steps are padded to fixed sizes; those beyond
+            `num_drafts` are left out again.
     """
 
     num_drafts: tuple[int, ...]
     thresholds: tuple[float, ...] | None = None
     is_adaptive: tuple[bool, ...] = ()
     teaches: tuple[bool, ...] = ()
+    num_drawn: int = 0
 
     @property
     def most(self) -> int:
         """Drafts that the batch as a whole draws."""
-        return max(self.num_drafts, default=0)
+        return max(self.num_drawn, *self.num_drafts) if self.num_drafts else 0
 
     def on(self, device: torch.device) -> DevicePlan:
         """Copy it to a device, before a step's work: a recorded step can't take a copy along."""
@@ -75,6 +78,11 @@ class DevicePlan(NamedTuple):
     thresholds_K: Tensor | None
     is_adaptive_B: Tensor | None
     teaches_B: Tensor | None
+
+    def on(self, device: torch.device) -> DevicePlan:
+        """Itself: it is there, and a recorded step reads it where it is."""
+        assert self.num_drafts_B is None or self.num_drafts_B.device.type == device.type, "made where it is read"
+        return self
 
 
 class DraftStopper:

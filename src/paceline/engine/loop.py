@@ -17,6 +17,7 @@ from paceline.engine.chunk_pace import ChunkPace, ChunkTimes
 from paceline.engine.counters import Counters
 from paceline.engine.debug import checks_are_asked_for
 from paceline.engine.drafting import Drafting
+from paceline.engine.graphs import StepRunner, make_recorder
 from paceline.engine.identity import prefix_identity
 from paceline.engine.in_flight import Ahead, InFlight, Launched, milliseconds_since
 from paceline.engine.intake import Intake
@@ -33,7 +34,6 @@ from paceline.engine.running import RunningRequest
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.settings import EngineSettings
 from paceline.engine.slot_states import SlotStates
-from paceline.engine.step import decode_step
 from paceline.engine.step_cost import StepCosts
 from paceline.engine.trial_steps import measure_costs, num_trial_blocks
 from paceline.ops.finalise_block import NOT_A_NUMBER
@@ -107,6 +107,12 @@ class EngineLoop:
         self.results = FinishedRequests()
         self.deltas: list[RequestDelta] = []
         self.counters = Counters(parts.num_draft_tokens)
+        self._steps = StepRunner(
+            parts,
+            self.counters,
+            max_num_seqs=settings.max_num_seqs,
+            record=make_recorder(parts.state.device, wanted=settings.cuda_graphs),
+        )
         self._flags = StepFlags()
         calibration = parts.drafter.calibration if parts.drafter is not None else None
         self.drafting = Drafting(
@@ -126,15 +132,7 @@ class EngineLoop:
         count = num_trial_blocks(self.parts.tables, self.parts.proposer.num_draft_tokens)
         lent = self.blocks.lend(count)
         try:
-            return measure_costs(
-                self.parts.target.model,
-                self.parts.proposer,
-                self.parts.cache,
-                self._state,
-                self.parts.choice,
-                max_num_seqs=self._settings.max_num_seqs,
-                blocks=lent,
-            )
+            return measure_costs(self.parts, self._steps, max_num_seqs=self._settings.max_num_seqs, blocks=lent)
         finally:
             self.blocks.give_back(lent)
 
@@ -203,6 +201,7 @@ class EngineLoop:
         self.deltas.clear()
         self._in_flight.drop()
         self._chunks.clear()
+        self._steps.drop()  # graphs go before the memory that they read
         self.parts.release()
 
     def _recover(self) -> None:
@@ -356,13 +355,12 @@ class EngineLoop:
             num_waiting=[each.num_waiting for each in ahead],
             rows_ahead=[each.num_rows for each in ahead],
             stopper=self.drafting.stopper,
+            round_rows=self._steps.rows_of,
         )
         num_rows = batch.rows.num_rows
         self._count_pass(requests, ahead, num_rows)
         batch = self._states.keep_in_step(batch, requests, self._in_flight.last)
-        output = decode_step(
-            self.parts.target.model, self.parts.proposer, self.parts.cache, self._state, self.parts.choice, batch
-        )
+        output = self._steps.run(batch)
         self._in_flight.keep(
             requests, output, num_drawn=plan.num_drafts, num_rows=num_rows, is_decode=True, started_s=started_s
         )

@@ -28,6 +28,7 @@ from paceline.engine.settings import (
 from paceline.engine.short_list import choose_short_list
 from paceline.engine.slots import SlotState
 from paceline.engine.target_cache import TargetCache, make_target_cache
+from paceline.errors import EngineFaultError
 from paceline.models.drafters.short_list import ShortList
 from paceline.models.layers import GatedMLP, Linear
 from paceline.models.loading import LoadedDrafter, LoadedTarget
@@ -53,6 +54,7 @@ class EngineParts:
         state: of the slots.
         snapshot_sizes: how many recurrent states may be kept for later requests, and where.
         snapshots: room for them; None where the target has none, or prefixes are not cached.
+        addresses: of all that recorded steps read, as they were when this was made.
     """
 
     target: LoadedTarget
@@ -68,6 +70,26 @@ class EngineParts:
     state: SlotState
     snapshot_sizes: SnapshotSizes
     snapshots: StateRows | None = None
+    addresses: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.addresses = self._addresses()
+
+    def _addresses(self) -> tuple[int, ...]:
+        tensors = [self.tables.table, *self.state.tensors()]
+        tensors += [cache.planes for cache in self.planes.caches]
+        for rows in (self.recurrent.rows if self.recurrent is not None else None, self.snapshots):
+            tensors += () if rows is None else rows
+        return tuple(tensor.data_ptr() for tensor in tensors)
+
+    def require_fixed(self) -> None:
+        """See that nothing moved of what a recorded step reads where it lay when it was captured.
+
+        Raises:
+            EngineFaultError: something did.
+        """
+        if self._addresses() != self.addresses:
+            raise EngineFaultError("a tensor that recorded steps read was replaced since the engine was made")
 
     @property
     def recurrent(self) -> RecurrentState | None:

@@ -57,6 +57,8 @@ class Proposer(Protocol):
         max_positions: positions below this can be drafted for; beyond it a request goes on without drafts.
         target_layer_ids: target layers whose outputs `write_context` wants, ascending.
         aux_hidden_stream: which of the target's streams they are read from.
+        is_capturable: drafting asks the host for nothing, so a step that drafts can be recorded.
+        is_parallel: a block costs one pass, however many drafts it has.
     """
 
     name: str
@@ -65,6 +67,8 @@ class Proposer(Protocol):
     max_positions: int
     target_layer_ids: tuple[TargetLayerId, ...]
     aux_hidden_stream: AuxHiddenStream
+    is_capturable: bool
+    is_parallel: bool
 
     @property
     def cache(self) -> KeyValueCache | None:
@@ -117,6 +121,9 @@ class BlockProposer:
         method: how drafts are drawn from the drafter's logits.
         is_coupled: draw with the target's own noise, for verification by equality.
     """
+
+    is_capturable = True
+    is_parallel = True
 
     def __init__(
         self,

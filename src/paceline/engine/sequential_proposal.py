@@ -61,6 +61,9 @@ class SequentialProposer:
         is_coupled: draw with the target's own noise, for verification by equality.
     """
 
+    is_capturable = True
+    is_parallel = False
+
     def __init__(
         self,
         target: Target,

@@ -56,6 +56,8 @@ class EngineSettings:
         run_ahead: launch a step before the results of the one before are read, so that a GPU has no pause in between;
             None does so on a GPU. Outputs are the same; a request's end is seen one step later, and requests with a
             grammar, whose masks depend on what was decided, make the host wait nevertheless.
+        cuda_graphs: record decode steps as CUDA graphs and play them back; None is on a GPU with Triton, where nothing
+            of a step asks the host. What a step computes does not change.
         check_invariants: check the engine around every pass, which costs far more than a pass; None asks the variable
             `PACELINE_DEBUG`.
         canary: "start" checks the drafter before the engine takes its first request, see `start_checks.py`.
@@ -78,6 +80,7 @@ class EngineSettings:
     max_num_waiting: int | None = None
     max_itl_ms: float | None = None
     run_ahead: bool | None = None
+    cuda_graphs: bool | None = None
     check_invariants: bool | None = None
     canary: CanaryMode = "off"
 

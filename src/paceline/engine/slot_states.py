@@ -23,7 +23,6 @@ from paceline.engine.slots import SlotState
 from paceline.engine.snapshots import SnapshotPool, boundaries_within
 from paceline.engine.state_checks import StateChecks
 from paceline.engine.step import HostStep, StepBatch
-from paceline.engine.transfers import to_device
 
 
 class SlotStates:
@@ -134,8 +133,7 @@ class SlotStates:
             return batch
         self._launched[number] = row_of
         rows_B = [row_of.get(request.request_id, -1) for request in requests]
-        device = rows.slots_B.device
-        copies = StateCopies(self._kept, tuple(places), to_device(torch.tensor(rows_B), device), size)
+        copies = StateCopies(self._kept, tuple(places), torch.tensor(rows_B), size)
         return replace(batch, state_copies=copies)
 
     def take_step(self, number: int, request: RunningRequest, start: int, step: HostStep) -> None:

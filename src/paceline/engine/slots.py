@@ -115,6 +115,10 @@ class SlotState:
         self.flush()
         return self._draft_ids
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What a step reads and writes; none of it is ever replaced."""
+        return self._whole, self._fractions, self._draft_ids, self.candidate_ids, self.log_q
+
     def _column(self, index: int) -> Tensor:
         self.flush()
         return self._whole[:, index]

@@ -51,7 +51,7 @@ class StepBatch:
         rows: the requests; T = 1 is plain decoding.
         flags: their sampling settings, summarised.
         writes_context: keep the drafter's context current; wanted even when nothing is drafted, or later drafts suffer.
-        plan: what is drafted for the next step; None drafts nothing.
+        plan: what is drafted for the next step; None drafts nothing. A recorded step has its tensors already.
         verify_method: how the waiting drafts are judged.
         stopper: holds unlikely drafts back, and learns from those judged; None where no request wants that.
         grammar_mask_BTW: int32, what each row may emit; None where no request has a grammar.
@@ -61,7 +61,7 @@ class StepBatch:
     rows: Rows
     flags: SamplingFlags
     writes_context: bool
-    plan: DraftPlan | None = None
+    plan: DraftPlan | DevicePlan | None = None
     verify_method: VerifyMethod = "standard"
     stopper: DraftStopper | None = None
     grammar_mask_BTW: Tensor | None = None
@@ -83,6 +83,7 @@ class StepOutput:
         num_waiting_B: int64, drafts that wait for the next step.
         positions_B: int64, of the first row; -1 where the device saw the request's end before: its rows mean nothing.
         logprobs: of the tokens; None if no request wants any.
+        num_requests: the first so many rows are requests, those behind padding; None where all are.
     """
 
     accepted_B: Tensor
@@ -93,6 +94,7 @@ class StepOutput:
     num_waiting_B: Tensor
     positions_B: Tensor
     logprobs: BlockLogprobs | None = None
+    num_requests: int | None = None
 
     @classmethod
     def of(cls, judged: JudgedBlock, draft_ids_BK: Tensor, num_waiting_B: Tensor, positions_B: Tensor) -> StepOutput:
@@ -123,7 +125,7 @@ class StepOutput:
         rows: Iterable[RowLogprobs | None] = self.logprobs or ()
         floats = [part.columns for part in rows if part is not None]
         packed = torch.cat((integers.double(), *floats), dim=1) if floats else integers
-        return SentOutput(self, HostCopy(packed), integers.shape[1])
+        return SentOutput(self, HostCopy(packed[: self.num_requests]), integers.shape[1])
 
     def to_host(self) -> list[HostStep]:
         """Fetch everything and wait for it."""

@@ -49,12 +49,15 @@ class StepCostTable:
 
     Args:
         measured: ms by (requests, rows); all combinations of the sizes that occur.
+        is_padded: a step of a size in between costs what the next measured one does, in both directions.
     """
 
-    def __init__(self, measured: Mapping[tuple[int, int], float]) -> None:
+    def __init__(self, measured: Mapping[tuple[int, int], float], *, is_padded: bool = False) -> None:
         self._batch_sizes = sorted({num_requests for num_requests, _ in measured})
+        self._is_padded = is_padded
+        self.measured = dict(measured)
         self._curves = {
-            num_requests: CostCurve({rows: ms for (batch, rows), ms in measured.items() if batch == num_requests})
+            num_requests: self._curve({rows: ms for (batch, rows), ms in measured.items() if batch == num_requests})
             for num_requests in self._batch_sizes
         }
         self._known: dict[tuple[int, int], float] = {}  # asked for many times in every step
@@ -63,8 +66,11 @@ class StepCostTable:
         """Cost in ms, interpolated; beyond what was measured it goes on as between the last two sizes."""
         if (num_requests, num_rows) not in self._known:
             by_batch = {batch: curve.ms(num_rows) for batch, curve in self._curves.items()}
-            self._known[num_requests, num_rows] = CostCurve(by_batch).ms(num_requests)
+            self._known[num_requests, num_rows] = self._curve(by_batch).ms(num_requests)
         return self._known[num_requests, num_rows]
+
+    def _curve(self, measured: Mapping[int, float]) -> CostCurve:
+        return CostCurve(measured, captured=tuple(measured) if self._is_padded else ())
 
 
 @dataclass(frozen=True)
@@ -95,20 +101,28 @@ def measure_step_costs(
     row_counts: Sequence[int],
     *,
     budget_s: float = 1.0,
+    num_warm_ups: int = 1,
+    is_padded: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> StepCostTable:
-    """Time some sizes: one run to warm up, then the median of three.
+    """Time some sizes: runs to warm up, then the median of three.
 
     Args:
         run_step: runs (requests, rows) and returns when it is done, device included.
         batch_sizes: requests, some of those that will occur.
         row_counts: rows or drafts per request.
-        budget_s: once this much time is spent, sizes are run once and no more.
+        budget_s: once this much time is spent, sizes are run once and no more; warming up does not count where it takes
+            more than one run, as where steps are compiled and recorded.
+        num_warm_ups: runs before anything counts.
+        is_padded: as for `StepCostTable`.
         clock: seconds.
     """
+    sizes = list(itertools.product(batch_sizes, row_counts))
+    for num_requests, num_rows in sizes * (num_warm_ups - 1):
+        run_step(num_requests, num_rows)
     begun_s = clock()
     measured: dict[tuple[int, int], float] = {}
-    for num_requests, num_rows in itertools.product(batch_sizes, row_counts):
+    for num_requests, num_rows in sizes:
         times_ms: list[float] = []
         for _ in range(1 + NUM_REPEATS):
             started_s = clock()
@@ -118,7 +132,7 @@ def measure_step_costs(
             if ended_s - begun_s > budget_s:
                 break
         measured[num_requests, num_rows] = statistics.median(times_ms[1:] or times_ms)
-    return StepCostTable(measured)
+    return StepCostTable(measured, is_padded=is_padded)
 
 
 def sizes_to_measure(largest: int) -> list[int]:

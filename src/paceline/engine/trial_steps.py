@@ -3,101 +3,120 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
-from paceline.engine.attends import AttentionChoice
 from paceline.engine.block_tables import TRASH_BLOCK, BlockTables
-from paceline.engine.proposal import Proposer, Rows
+from paceline.engine.draft_stopper import DraftPlan
+from paceline.engine.graphs import StepRunner, on_device
+from paceline.engine.parts import EngineParts
+from paceline.engine.proposal import Rows
 from paceline.engine.sampling_flags import SamplingFlags
-from paceline.engine.slots import SlotState
-from paceline.engine.step import StepBatch, decode_step
-from paceline.engine.step_cost import StepCosts, measure_step_costs, sizes_to_measure
-from paceline.engine.target_cache import TargetCache
-from paceline.models.targets.target import Target
+from paceline.engine.step import StepBatch
+from paceline.engine.step_cost import StepCosts, StepCostTable, measure_step_costs, sizes_to_measure
 
 _CONTEXT = 256
 _VERIFY_BUDGET_S = 1.0
 _DRAFT_BUDGET_S = 0.5
+_RECORDED_BUDGET_S = 5.0
 
 
 @torch.inference_mode()
-def measure_costs(
-    target: Target,
-    proposer: Proposer,
-    cache: TargetCache,
-    state: SlotState,
-    choice: AttentionChoice,
-    *,
-    max_num_seqs: int,
-    blocks: Sequence[int],
-) -> StepCosts:
-    """Time steps of 1, 2, 4, ... requests with few, some and all drafts; takes a second or two.
+def measure_costs(parts: EngineParts, steps: StepRunner, *, max_num_seqs: int, blocks: Sequence[int]) -> StepCosts:
+    """Time steps of 1, 2, 4, ... requests with few, some and all drafts; takes seconds, most where they are recorded.
 
     The requests share the trash slot, where they overwrite each other's rows; what is computed means nothing, and the
     blocks hold zeros before and after. So it may be called between any two steps.
 
     Args:
-        target: the model that decides.
-        proposer: what drafts.
-        cache: the target's.
-        state: of all slots.
-        choice: form of attention.
+        parts: what is run; something drafts.
+        steps: runs them.
         max_num_seqs: the largest batch; the trash slot has this index.
         blocks: lent by the caller: nobody else's, best `num_trial_blocks` of them in one run, as the context is as
             long as they allow. Where there are too few, block 0 stands for the others, which on a CPU is slower.
     """
+    proposer, state, tables = parts.proposer, parts.state, parts.tables
+    assert proposer is not None, "asked for only where something drafts"
     most = proposer.num_draft_tokens
-    tables = cache.tables
     fewest = -(-_rows_behind(most) // tables.block_size) if blocks else num_trial_blocks(tables, most)
     blocks = [*blocks, *[TRASH_BLOCK] * (fewest - len(blocks))]
     capacity = len(blocks) * tables.block_size - _rows_behind(most)
     context = max(0, min(_CONTEXT, capacity, proposer.max_positions - most - 1))
-    caches = [each for each in (cache, proposer.cache) if each is not None]
+    caches = [each for each in (parts.cache, proposer.cache) if each is not None]
+    trial = _Trial(parts, steps, slot=max_num_seqs, context=context)
 
     def clear() -> None:
         for each in caches:
             each.clear_blocks(blocks)
-
-    def rows_of(num_requests: int, num_rows: int) -> Rows:
-        slots, starts = [max_num_seqs] * num_requests, [context] * num_requests
-        state.restore(max_num_seqs, length=context, anchor=0, step=0)
-        device = state.device
-        return Rows(slots, torch.tensor(slots, device=device), starts, torch.tensor(starts, device=device), num_rows)
-
-    def verify(num_requests: int, num_rows: int) -> Rows:
-        rows = rows_of(num_requests, num_rows)
-        batch = StepBatch(rows, SamplingFlags.of([]), writes_context=True)
-        decode_step(target, proposer, cache, state, choice, batch).to_host()
-        return rows
-
-    def run_verify(num_requests: int, num_rows: int) -> None:
-        verify(num_requests, num_rows)
-
-    settled: dict[int, Rows] = {}
-
-    def run_draft(num_requests: int, num_drafts: int) -> None:
-        if num_requests not in settled:
-            settled.clear()
-            settled[num_requests] = verify(num_requests, 1)
-        proposer.propose(settled[num_requests], state, all_greedy=True, num_drafts=num_drafts).ids_BK.tolist()
 
     batch_sizes = sizes_to_measure(max_num_seqs)
     clear()
     tables.assign(max_num_seqs, blocks)
     tables.flush()
     try:
+        if steps.is_recording:
+            return trial.measure_recorded(batch_sizes, most)
         return StepCosts(
             verify=measure_step_costs(
-                run_verify, batch_sizes, sorted({1, 1 + (most + 1) // 2, 1 + most}), budget_s=_VERIFY_BUDGET_S
+                trial.verify, batch_sizes, sorted({1, 1 + (most + 1) // 2, 1 + most}), budget_s=_VERIFY_BUDGET_S
             ),
-            draft=measure_step_costs(run_draft, batch_sizes, sorted({1, most}), budget_s=_DRAFT_BUDGET_S),
+            draft=measure_step_costs(trial.draft, batch_sizes, sorted({1, most}), budget_s=_DRAFT_BUDGET_S),
         )
     finally:
         state.restore(max_num_seqs, length=0, anchor=0, step=0)
+        state.flush()
         tables.clear(max_num_seqs)
         tables.flush()
         clear()
+
+
+class _Trial:
+    """The steps that are timed, all on one slot."""
+
+    def __init__(self, parts: EngineParts, steps: StepRunner, *, slot: int, context: int) -> None:
+        self._parts, self._steps, self._slot, self._context = parts, steps, slot, context
+        self._settled: tuple[int, Rows] | None = None
+
+    def verify(self, num_requests: int, num_rows: int) -> None:
+        """A step that drafts nothing."""
+        self._run(num_requests, num_rows, 0)
+
+    def draft(self, num_requests: int, num_drafts: int) -> None:
+        """The drafting behind a step, alone."""
+        state, proposer = self._parts.state, self._parts.proposer
+        assert proposer is not None, "something drafts"
+        if self._settled is None or self._settled[0] != num_requests:
+            rows = on_device(self._run(num_requests, 1, 0), state.device).rows
+            self._settled = num_requests, rows
+        proposer.propose(self._settled[1], state, all_greedy=True, num_drafts=num_drafts).ids_BK.tolist()
+
+    def measure_recorded(self, batch_sizes: Sequence[int], most: int) -> StepCosts:
+        """Time what is played back: a step is one piece there, so drafting costs what it adds to a step of one row."""
+
+        def step_and_draft(num_requests: int, num_drafts: int) -> None:
+            self._run(num_requests, 1, num_drafts)
+
+        row_counts = sorted({self._steps.rows_of(rows) for rows in range(1, most + 2)})
+        measure = partial(measure_step_costs, budget_s=_RECORDED_BUDGET_S, num_warm_ups=2, is_padded=True)
+        verify = measure(self.verify, batch_sizes, row_counts)
+        drafted = measure(step_and_draft, batch_sizes, [rows - 1 for rows in row_counts[1:]])
+        added = {
+            (num_requests, num_drafts): max(0.0, ms - verify.cost_ms(num_requests, 1))
+            for (num_requests, num_drafts), ms in drafted.measured.items()
+        }
+        return StepCosts(verify=verify, draft=StepCostTable(added, is_padded=True))
+
+    def _run(self, num_requests: int, num_rows: int, num_drafts: int) -> StepBatch:
+        state = self._parts.state
+        slots, starts = [self._slot] * num_requests, [self._context] * num_requests
+        state.restore(self._slot, length=self._context, anchor=0, step=0)
+        state.flush()
+        rows = Rows(slots, torch.tensor(slots), starts, torch.tensor(starts), num_rows)
+        plan = DraftPlan((num_drafts,) * num_requests) if num_drafts > 0 else None
+        batch = StepBatch(rows, SamplingFlags.of([]), writes_context=True, plan=plan)
+        self._steps.run(batch).to_host()
+        return batch
 
 
 def num_trial_blocks(tables: BlockTables, num_draft_tokens: int) -> int:

@@ -12,6 +12,7 @@ from tests.fakes import TableProposer, table_target
 from tests.tiny import loaded, tiny_drafter_contract, tiny_prompts
 
 from paceline.checkpoint.contract import ConfidenceSettings
+from paceline.engine import graphs as graphs_module
 from paceline.engine import loop as loop_module
 from paceline.engine.canary import ReplayProposer
 from paceline.engine.draft_stopper import DraftStopper
@@ -185,13 +186,13 @@ def test_a_step_has_as_many_rows_as_its_longest_block(monkeypatch: pytest.Monkey
     engine = Engine(target, drafter, EngineSettings(max_num_seqs=2))
     chosen = iter([2, 2, 0, 1, 3, *[0] * 100])
     engine._loop.drafting.planner.prepare().next_num_drafts = lambda _size: next(chosen)
-    rows, decode = [], loop_module.decode_step
+    rows, decode = [], graphs_module.decode_step
 
     def watched(*args: Any) -> Any:
         rows.append(args[-1].rows.num_rows)
         return decode(*args)
 
-    monkeypatch.setattr(loop_module, "decode_step", watched)
+    monkeypatch.setattr(graphs_module, "decode_step", watched)
     engine.generate(tiny_prompts([4, 4]), [with_mode("adaptive"), with_mode("off")])
     assert rows[:6] == [3, 3, 1, 2, 4, 1]
     rows.clear()

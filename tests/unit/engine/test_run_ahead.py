@@ -12,7 +12,7 @@ from tests.helped_drafts import help_drafts
 from tests.schedules import EngineKind
 from tests.tiny import loaded, tiny_prompts
 
-import paceline.engine.loop as loop_module
+import paceline.engine.graphs as graphs_module
 from paceline.checkpoint.contract import DrafterFamily
 from paceline.engine import step as step_module
 from paceline.engine.blocks import BlockPool
@@ -250,7 +250,7 @@ def test_a_failure_loses_no_token_that_was_on_its_way(monkeypatch: pytest.Monkey
     right = serve(engine_of("dflash"), prompts, [GREEDY, SAMPLED])
     engine = engine_of("dflash", run_ahead=True)
     names = [engine.add_request(prompt, one) for prompt, one in zip(prompts, [GREEDY, SAMPLED], strict=True)]
-    decode_step, calls = loop_module.decode_step, 0
+    decode_step, calls = graphs_module.decode_step, 0
 
     def failing(*arguments: Any) -> Any:
         nonlocal calls
@@ -259,7 +259,7 @@ def test_a_failure_loses_no_token_that_was_on_its_way(monkeypatch: pytest.Monkey
             raise ArithmeticError("the device")
         return decode_step(*arguments)
 
-    monkeypatch.setattr(loop_module, "decode_step", failing)
+    monkeypatch.setattr(graphs_module, "decode_step", failing)
     num_failures = 0
     while engine.has_unfinished():
         try:

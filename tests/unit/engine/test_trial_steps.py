@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.caches import make_cache
@@ -9,8 +11,11 @@ from tests.tiny import loaded, tiny_prompts
 
 from paceline.engine.attends import AttentionChoice
 from paceline.engine.block_tables import BlockTables
+from paceline.engine.counters import Counters
 from paceline.engine.engine import Engine, EngineSettings
+from paceline.engine.graphs import StepRunner
 from paceline.engine.make_proposer import make_proposer
+from paceline.engine.parts import make_parts
 from paceline.engine.request import SamplingParameters
 from paceline.engine.slots import SlotState
 from paceline.engine.trial_steps import measure_costs
@@ -65,7 +70,16 @@ def test_few_blocks_or_none_will_do_and_are_left_as_zeros(family: str, num_lent:
     for each in caches:
         each.planes[:, :, :, 1:] = torch.nan
     lent = list(range(3, 3 + num_lent))
-    found = measure_costs(target.model, proposer, cache, state, choice, max_num_seqs=2, blocks=lent)
+    parts = replace(
+        make_parts(target, drafter, settings, None),
+        proposer=proposer,
+        choice=choice,
+        tables=tables,
+        cache=cache,
+        state=state,
+    )
+    steps = StepRunner(parts, Counters(7), max_num_seqs=2)
+    found = measure_costs(parts, steps, max_num_seqs=2, blocks=lent)
     assert found.step_ms(2, 7) > 0
     for each in caches:
         is_zero = [not each.planes[:, :, :, block].any() for block in range(20)]

@@ -1,0 +1,411 @@
+"""Decode steps from recordings: one CUDA graph holds a whole step, and the host only fills in who takes part.
+
+A recorded step reads what changes from one step to the next from tensors whose addresses stay: the state of the slots,
+the tables, and `StepInputs`, which the host fills before each playback. So a recording serves every step of its shape:
+how many requests (a bucket, filled up with rows of the trash slot), how many rows each, how many drafts are drawn, and
+what the host knows of sampling settings (`StepKey`).
+
+The first step of a shape runs without a recording: it compiles what there is to compile, and its results count. The
+second one is captured, which runs nothing, and played back. What cannot be captured (a grammar's masks, a proposer that
+asks the host) runs as it is, and is counted.
+
+B requests of a bucket, K draft tokens.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.engine.counters import Counters
+from paceline.engine.draft_stopper import DevicePlan, DraftPlan, DraftStopper
+from paceline.engine.hybrid_cache import HybridCache
+from paceline.engine.parts import EngineParts
+from paceline.engine.proposal import Rows
+from paceline.engine.recurrent_state import StateCopies
+from paceline.engine.sampling_flags import SamplingFlags
+from paceline.engine.step import StepBatch, StepOutput, decode_step
+from paceline.engine.transfers import to_device
+from paceline.errors import ConfigError
+from paceline.ops.acceptance import VerifyMethod
+from paceline.ops.dispatch import HAS_TRITON
+
+_ROW_BUCKETS = (1, 2, 4, 8, 16)
+_MOST_RECORDINGS = 128  # of different shapes; the one that was not used for longest goes first
+
+_log = logging.getLogger(__name__)
+
+
+def buckets_up_to(largest: int) -> tuple[int, ...]:
+    """1, 2, 4, ... and the largest itself."""
+    powers = [2**exponent for exponent in range(largest.bit_length()) if 2**exponent < largest]
+    return (*powers, largest)
+
+
+class StepKey(NamedTuple):
+    """What is written into a recording.
+
+    Attributes:
+        num_requests: B, padding included.
+        num_rows: T, rows of each.
+        num_drafts: drawn for the next step; None where nobody asks for any.
+        flags: the requests' sampling settings, summarised.
+        writes_context: whether the drafter's context is kept current.
+        lacks_context: whether a request's context begins later than its text.
+        plan_parts: which parts of a plan differ from request to request: drafts, thresholds, to whom these apply, who
+            teaches.
+        verify_method: how the waiting drafts are judged.
+    """
+
+    num_requests: int
+    num_rows: int
+    num_drafts: int | None
+    flags: SamplingFlags
+    writes_context: bool
+    lacks_context: bool
+    plan_parts: tuple[bool, bool, bool, bool]
+    verify_method: VerifyMethod
+
+
+class StepInputs:
+    """The numbers of a bucket that the host fills in, in one transfer from pinned memory.
+
+    Args:
+        num_requests: B.
+        num_draft_tokens: K.
+        trash_slot: of the padding rows.
+        device: where a step reads them.
+    """
+
+    def __init__(self, num_requests: int, num_draft_tokens: int, trash_slot: int, device: torch.device) -> None:
+        self._num_requests, self._trash_slot = num_requests, trash_slot
+        self._num_columns = len(_COLUMNS) * num_requests
+        self._numbers = torch.zeros(self._num_columns + num_draft_tokens, dtype=torch.int64, device=device)
+        self._by_name = self._numbers[: self._num_columns].view(len(_COLUMNS), num_requests)
+        self.thresholds_K = self._numbers[self._num_columns :].view(torch.float64)
+        self._numbers[:num_requests] = trash_slot
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name not in _COLUMNS:
+            raise AttributeError(name)
+        return self._by_name[_COLUMNS.index(name)]
+
+    def fill(self, batch: StepBatch) -> None:
+        """Write the numbers of a step; padding is the trash slot at its beginning, without drafts.
+
+        Args:
+            batch: as the host put it together.
+        """
+        rows, plan = batch.rows, batch.plan
+        numbers = np.zeros(self._numbers.shape[0], dtype=np.int64)
+        columns = numbers[: self._num_columns].reshape(len(_COLUMNS), self._num_requests)
+        count = len(rows.slots)
+        columns[0] = self._trash_slot
+        columns[0, :count], columns[1, :count] = rows.slots, rows.starts
+        if rows.context_starts is not None:
+            columns[2, :count] = rows.context_starts
+        if isinstance(plan, DraftPlan):
+            columns[3, :count] = plan.num_drafts
+            if plan.is_adaptive:
+                columns[4, :count] = plan.is_adaptive
+            if plan.teaches:
+                columns[5, :count] = plan.teaches
+            if plan.thresholds is not None:
+                thresholds = np.asarray(plan.thresholds, dtype=np.float64)
+                numbers[self._num_columns : self._num_columns + len(thresholds)] = thresholds.view(np.int64)
+        columns[6] = -1
+        if batch.state_copies is not None:
+            columns[6, :count] = batch.state_copies.rows_B.numpy()
+        self._numbers.copy_(to_device(torch.from_numpy(numbers), self._numbers.device), non_blocking=True)
+
+
+_COLUMNS = (
+    "slots_B",
+    "starts_B",
+    "context_starts_B",
+    "num_drafts_B",
+    "is_adaptive_B",
+    "teaches_B",
+    "copy_rows_B",
+)
+
+
+class Recording(Protocol):
+    """A step that can be run again."""
+
+    def replay(self) -> StepOutput:
+        """Run it on what its inputs hold now; the result's tensors are written again by the next call."""
+        ...
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """A step that is simply run again: what a recording is on a CPU, for tests."""
+
+    body: Callable[[], StepOutput]
+
+    def replay(self) -> StepOutput:
+        """Run it."""
+        return self.body()
+
+
+class CudaRecording:
+    """A CUDA graph of a step.
+
+    Args:
+        body: the step; it has run before with the same shapes.
+        pool: memory that all recordings share, a handle of torch's.
+        device: where.
+    """
+
+    def __init__(self, body: Callable[[], StepOutput], pool: Any, device: torch.device) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream(device)
+        torch.cuda.synchronize(device)
+        was_enabled = gc.isenabled()
+        gc.disable()  # memory that is freed meanwhile would break the capture
+        try:
+            with torch.cuda.stream(stream):
+                self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    self._output = body()
+                finally:
+                    self._graph.capture_end()
+        finally:
+            if was_enabled:
+                gc.enable()
+
+    def replay(self) -> StepOutput:
+        """Play it back on the current stream."""
+        self._graph.replay()
+        return self._output
+
+
+Record = Callable[[Callable[[], StepOutput]], Recording]
+
+
+def make_recorder(device: torch.device, *, wanted: bool | None) -> Record | None:
+    """What captures the steps of an engine, all into one pool of memory; None where they are not recorded.
+
+    Args:
+        device: of the models.
+        wanted: None is wherever it is possible.
+
+    Raises:
+        ConfigError: it was asked for where there are no graphs.
+    """
+    if device.type != "cuda" or not HAS_TRITON:
+        if wanted:
+            raise ConfigError(f"cuda_graphs is on; on {device.type} without a GPU and Triton there are none")
+        return None
+    if wanted is False:
+        return None
+    pool = torch.cuda.graph_pool_handle()
+    return lambda body: CudaRecording(body, pool, device)
+
+
+class StepRunner:
+    """Runs decode steps: from recordings where there is a recorder, else as they are.
+
+    Args:
+        parts: what is run.
+        counters: count what is played back and what is not.
+        max_num_seqs: the largest batch.
+        record: makes a recording; None runs every step as it is.
+    """
+
+    def __init__(
+        self, parts: EngineParts, counters: Counters, *, max_num_seqs: int, record: Record | None = None
+    ) -> None:
+        self._parts, self._counters, self._record = parts, counters, record
+        self._buckets = buckets_up_to(max_num_seqs)
+        self._inputs: dict[int, StepInputs] = {}
+        self._bodies: OrderedDict[StepKey, _Body] = OrderedDict()
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether steps are padded to buckets and recorded."""
+        return self._record is not None
+
+    def rows_of(self, num_rows: int) -> int:
+        """How many rows a step runs that needs so many: a bucket where steps are recorded."""
+        most = self._parts.num_draft_tokens + 1
+        if self._record is None or num_rows >= most:
+            return num_rows
+        return min(most, next(bucket for bucket in (*_ROW_BUCKETS, most) if bucket >= num_rows))
+
+    def run(self, batch: StepBatch) -> StepOutput:
+        """Run a step.
+
+        Args:
+            batch: as the host put it together, its tensors on the host.
+        """
+        if self._record is None or not self._can_record(batch):
+            self._counters.num_unrecorded_steps += self._record is not None
+            return self._run_plainly(batch)
+        batch = self._rounded(batch)
+        key = self._key(batch)
+        body = self._bodies.get(key)
+        if body is None:
+            body = self._new_body(key, batch)
+        self._bodies.move_to_end(key)
+        self._parts.require_fixed()
+        body.inputs.fill(batch)
+        return replace(self._played(key, body), num_requests=len(batch.rows.slots))
+
+    def _played(self, key: StepKey, body: _Body) -> StepOutput:
+        assert self._record is not None, "only recorded steps come here"
+        if body.recording is None and body.has_run and not body.has_failed:
+            try:
+                body.recording = self._record(body.run)
+                self._counters.num_recordings += 1
+            except Exception as error:  # whatever it is, the step itself can still be run
+                body.has_failed = True
+                _log.error("a step of %d x %d rows cannot be recorded: %s", key.num_requests, key.num_rows, error)
+        if body.recording is None:
+            body.has_run = True
+            self._counters.num_unrecorded_steps += 1
+            return body.run()
+        self._counters.num_replayed_steps += 1
+        return body.recording.replay()
+
+    def drop(self) -> None:
+        """Forget all recordings, before what they read goes away."""
+        self._bodies.clear()
+        self._inputs.clear()
+
+    def _run_plainly(self, batch: StepBatch) -> StepOutput:
+        parts = self._parts
+        batch = on_device(batch, parts.state.device)
+        return decode_step(parts.target.model, parts.proposer, parts.cache, parts.state, parts.choice, batch)
+
+    def _can_record(self, batch: StepBatch) -> bool:
+        proposer, choice = self._parts.proposer, self._parts.choice
+        reads_no_host = choice.is_batched if isinstance(self._parts.cache, HybridCache) else choice.is_paged
+        return reads_no_host and batch.grammar_mask_BTW is None and (proposer is None or proposer.is_capturable)
+
+    def _rounded(self, batch: StepBatch) -> StepBatch:
+        """Draw as many drafts as a bucket has; those beyond the plan are left out."""
+        plan, proposer = batch.plan, self._parts.proposer
+        if not isinstance(plan, DraftPlan) or plan.most == 0 or proposer is None or not proposer.is_parallel:
+            return batch
+        return replace(batch, plan=replace(plan, num_drawn=self.rows_of(plan.most + 1) - 1))
+
+    def _key(self, batch: StepBatch) -> StepKey:
+        rows, plan = batch.rows, batch.plan
+        count = len(rows.slots)
+        parts = (False, False, False, False)
+        if isinstance(plan, DraftPlan):
+            has_thresholds = plan.thresholds is not None
+            parts = (
+                min(plan.num_drafts, default=0) < plan.most,
+                has_thresholds,
+                has_thresholds and not all(plan.is_adaptive),
+                not all(plan.teaches),
+            )
+        return StepKey(
+            next(bucket for bucket in self._buckets if bucket >= count),
+            rows.num_rows,
+            None if plan is None else plan.most,
+            batch.flags,
+            batch.writes_context,
+            rows.context_starts is not None,
+            parts,
+            batch.verify_method,
+        )
+
+    def _new_body(self, key: StepKey, batch: StepBatch) -> _Body:
+        if len(self._bodies) >= _MOST_RECORDINGS:
+            self._bodies.popitem(last=False)
+        parts, bucket = self._parts, key.num_requests
+        if bucket not in self._inputs:
+            trash_slot, device = parts.state.trash_slot, parts.state.device
+            self._inputs[bucket] = StepInputs(bucket, parts.num_draft_tokens, trash_slot, device)
+        copies = batch.state_copies
+        if copies is None and parts.snapshots is not None:
+            none_B = torch.empty(0, dtype=torch.int64)
+            copies = StateCopies(parts.snapshots, (), none_B, parts.sizes.block_size)
+        body = _Body(parts, key, self._inputs[bucket], batch.stopper, copies)
+        self._bodies[key] = body
+        return body
+
+
+class _Body:
+    """A step of one shape on the numbers of its bucket, whatever they are when it runs."""
+
+    def __init__(
+        self,
+        parts: EngineParts,
+        key: StepKey,
+        inputs: StepInputs,
+        stopper: DraftStopper | None,
+        copies: StateCopies | None,
+    ) -> None:
+        self.inputs, self._parts, self._key, self._stopper, self._copies = inputs, parts, key, stopper, copies
+        self.recording: Recording | None = None
+        self.has_run = self.has_failed = False
+
+    def run(self) -> StepOutput:
+        """Run it now, or into the graph that is being captured."""
+        key, inputs, parts = self._key, self.inputs, self._parts
+        slots: Sequence[int] = [parts.state.trash_slot] * key.num_requests
+        nowhere = [0] * key.num_requests
+        has_drafts, has_thresholds, has_adaptive, has_teaches = key.plan_parts
+        rows = Rows(
+            slots,
+            inputs.slots_B,
+            nowhere,
+            inputs.starts_B,
+            key.num_rows,
+            nowhere if key.lacks_context else None,
+            inputs.context_starts_B if key.lacks_context else None,
+        )
+        plan: DevicePlan | None = None
+        if key.num_drafts is not None:
+            plan = DevicePlan(
+                key.num_drafts,
+                inputs.num_drafts_B if has_drafts else None,
+                inputs.thresholds_K if has_thresholds else None,
+                inputs.is_adaptive_B.bool() if has_adaptive else None,
+                inputs.teaches_B.bool() if has_teaches else None,
+            )
+        copies = None if self._copies is None else self._copies._replace(places=(), rows_B=inputs.copy_rows_B)
+        batch = StepBatch(
+            rows=rows,
+            flags=key.flags,
+            writes_context=key.writes_context,
+            plan=plan,
+            verify_method=key.verify_method,
+            stopper=self._stopper,
+            state_copies=copies,
+        )
+        return decode_step(parts.target.model, parts.proposer, parts.cache, parts.state, parts.choice, batch)
+
+
+def on_device(batch: StepBatch, device: torch.device) -> StepBatch:
+    """Move what a step reads to its device.
+
+    Args:
+        batch: as the host put it together.
+        device: of the models.
+    """
+    if device.type == "cpu":
+        return batch
+    rows, copies = batch.rows, batch.state_copies
+    parts = [rows.slots_B, rows.starts_B]
+    if rows.context_starts_B is not None:
+        parts.append(rows.context_starts_B)
+    moved = to_device(torch.stack(parts), device).unbind(0)
+    context_starts_B = moved[2] if len(moved) > 2 else None
+    rows = replace(rows, slots_B=moved[0], starts_B=moved[1], context_starts_B=context_starts_B)
+    if copies is not None:
+        copies = copies._replace(rows_B=to_device(copies.rows_B, device))
+    return replace(batch, rows=rows, state_copies=copies)
