@@ -1,0 +1,189 @@
+"""Every Triton kernel of the library once, at small sizes, against its definition: for a memory or race checker.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m benchmarks.sanitize
+    compute-sanitizer --tool racecheck python -m benchmarks.sanitize --only commit
+
+Prints a table; exit code 3 if a kernel computes something else than its definition, fails, or was not run by any case.
+Fresh memory is filled with NaN, so an output that a kernel does not write is told. Kernels are counted as they are
+launched, and compared with all that the sources have, so that a new one is missed here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import os
+import pkgutil
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.command_line import run, say
+from benchmarks.results import ROOT, text_table
+
+from paceline.errors import EXIT_CHECK_SAYS_NO, EXIT_DONE, ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+OPERATIONS = ROOT / "src" / "paceline" / "ops"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run all cases and print what was found."""
+    options = parse(arguments)
+    if options.device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which is below
+    import torch
+    from benchmarks.sanitize_cases import make_cases
+
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {options.device} was asked for; torch sees no GPU", hint="--device cpu")
+    rows: list[dict[str, object]] = []
+    launched: set[str] = set()
+    with counted_launches() as counted:
+        for name, case in make_cases(device):
+            if options.only not in name:
+                continue
+            counted.clear()
+            rows += _rows(name, case, counted, poisons=not options.without_poison)
+            launched |= set(counted)
+            say(f"{name}: {rows[-1]['verdict']}")
+    print(text_table(rows), flush=True)
+    missing = sorted(entry_kernels(OPERATIONS) - launched) if not options.only else []
+    if missing:
+        say(f"no case runs {', '.join(missing)}")
+    are_right = all(row["verdict"] == "right" for row in rows)
+    return EXIT_DONE if are_right and not missing else EXIT_CHECK_SAYS_NO
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu, where Triton interprets; default cuda")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose name contains this")
+    parser.add_argument(
+        "--without-poison", action="store_true", help="do not fill fresh memory with NaN: fewer launches"
+    )
+    return parser.parse_args(arguments)
+
+
+def _rows(
+    name: str, case: Callable[[], list[tuple[str, float, float]]], counted: list[str], *, poisons: bool
+) -> list[dict[str, object]]:
+    """A row per comparison of a case; one with the reason if it failed."""
+    try:
+        with poisoned_memory() if poisons else warnings.catch_warnings():
+            found = case()
+    except Exception:
+        lines = traceback.format_exc().strip().splitlines()
+        say("\n".join(lines[-6:]))
+        return [{"case": name, "error": None, "allowed": None, "verdict": f"FAILED: {lines[-1][:100]}"}]
+    kernels = ", ".join(dict.fromkeys(counted))
+    return [
+        {
+            "case": f"{name}, {part}" if part else name,
+            "error": error,
+            "allowed": allowed,
+            "verdict": "right" if error <= allowed else "WRONG",
+            "kernels": kernels,
+        }
+        for part, error, allowed in found
+    ]
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fill what torch allocates with NaN, or with the largest integers."""
+    import torch
+
+    before = torch.are_deterministic_algorithms_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that some operation has no deterministic form
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before)
+            torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+@contextmanager
+def counted_launches() -> Iterator[list[str]]:
+    """The names of kernels, in the order of their launches, while this is open."""
+    launched: list[str] = []
+    found = dict(_kernels())
+    for name, one in found.items():
+        one.run = _told(name, one.run, launched)
+    try:
+        yield launched
+    finally:
+        for one in found.values():
+            del one.run
+
+
+def _kernels() -> Iterator[tuple[str, Any]]:
+    import paceline.ops
+    from paceline.ops.dispatch import triton
+
+    kernel_type = type(triton.jit(_told))
+    for entry in pkgutil.iter_modules(paceline.ops.__path__, "paceline.ops."):
+        module = importlib.import_module(entry.name)
+        for name, value in vars(module).items():
+            if isinstance(value, kernel_type):
+                yield name, value
+
+
+def _told(name: str, launch: Callable[..., object], launched: list[str]) -> Callable[..., object]:
+    def tell(*arguments: Any, **settings: Any) -> object:
+        launched.append(name)
+        return launch(*arguments, **settings)
+
+    return tell
+
+
+def entry_kernels(folder: Path) -> set[str]:
+    """Kernels in a folder's files that no other kernel calls: those that are launched."""
+    functions: dict[str, ast.FunctionDef] = {}
+    for file in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and any(_is_mark(mark) for mark in node.decorator_list):
+                functions[node.name] = node
+    called = {
+        call.func.id
+        for node in functions.values()
+        for call in ast.walk(node)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
+    }
+    return set(functions) - called
+
+
+def _is_mark(decorator: ast.expr) -> bool:
+    if isinstance(decorator, ast.Call):
+        decorator = decorator.func
+    return isinstance(decorator, ast.Name) and decorator.id == "kernel"
+
+
+def max_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """|found - expected| / |expected|; infinite where NaN, infinity, integers, shape or dtype differ."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return float("inf")
+    if not found.is_floating_point():
+        return 0.0 if bool((found == expected).all()) else float("inf")
+    is_number = expected.isfinite()
+    if not bool((found.isfinite() == is_number).all()):
+        return float("inf")
+    wide, wanted = found[is_number].double(), expected[is_number].double()
+    return float((wide - wanted).norm() / wanted.norm().clamp(min=1e-30)) if wanted.numel() else 0.0
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))
