@@ -2,8 +2,9 @@
 
 On a CPU each request attends over exactly its own keys: a view of them where its blocks are one run, so that nothing is
 gathered or padded. Padding requests of similar length to one call of torch's was tried and costs more than the calls
-that it saves. Where the arithmetic is native, one call serves the batch (`native_attends.py`). On a GPU the batch is
-one masked call over the longest context. In row-invariant arithmetic requests go one by one on any device.
+that it saves. Where the arithmetic is native, one call serves the batch (`native_attends.py`). On a GPU one kernel
+finds the keys of the batch through the table (`paged_attends.py`); without Triton the batch is one masked call over the
+longest context. In row-invariant arithmetic requests go one by one on any device.
 
 B requests, T rows per request, Q block rows.
 """
@@ -20,7 +21,9 @@ from paceline.engine.block_attends import BlockBatched, BlockPerRequest
 from paceline.engine.cache import KeyValueCache
 from paceline.engine.causal_attends import CausalBatched, CausalPerRequest
 from paceline.engine.native_attends import BlockNative, CausalNative, can_attend
+from paceline.engine.paged_attends import BlockPaged, CausalPaged, can_attend_paged
 from paceline.models.layers import Attend
+from paceline.ops.dispatch import HAS_TRITON
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class AttentionChoice:
         is_batched: one padded call for all requests; otherwise one exact call per request.
         is_row_invariant: fixed kernel shapes, so that a row's bits are its own; implies one call per request.
         is_native: one native call for all requests, over their keys where they lie; a row's bits are its own as well.
+        is_paged: one kernel for all requests, which finds their keys through the device's table; implies `is_batched`,
+            as nothing is read on the host.
     """
 
     is_batched: bool
@@ -38,11 +43,17 @@ class AttentionChoice:
     is_native: bool = False
     is_paged: bool = False
 
+    def __post_init__(self) -> None:
+        assert self.is_batched or not self.is_paged, "a paged pass asks the device for nothing"
+
     @classmethod
-    def for_device(cls, device: torch.device, *, is_row_invariant: bool, is_native: bool = False) -> AttentionChoice:
-        """Pick the form for a device and an arithmetic."""
-        is_batched = device.type != "cpu" and not is_row_invariant
-        return cls(is_batched=is_batched, is_row_invariant=is_row_invariant, is_native=is_native)
+    def for_device(
+        cls, device: torch.device, *, is_row_invariant: bool, is_native: bool = False, is_paged: bool = False
+    ) -> AttentionChoice:
+        """Pick the form for a device and an arithmetic; `is_paged` asks for that form on a CPU too."""
+        is_paged = not is_row_invariant and (is_paged or (device.type == "cuda" and HAS_TRITON))
+        is_batched = is_paged or (device.type != "cpu" and not is_row_invariant)
+        return cls(is_batched=is_batched, is_row_invariant=is_row_invariant, is_native=is_native, is_paged=is_paged)
 
 
 def write_then_attend(
@@ -76,6 +87,8 @@ def write_then_attend(
 
     if choice.is_native and can_attend(cache):
         return CausalNative(cache, slots_B, starts, starts_B, context_starts_B, num_rows, windows)
+    if choice.is_paged and can_attend_paged(cache):
+        return CausalPaged(cache, slots_B, starts_B, context_starts_B, num_rows, windows)
     if choice.is_batched:
         length = max(starts) + num_rows
         return CausalBatched(cache, slots_B, starts_B, context_starts_B, num_rows, length, windows)
@@ -116,6 +129,8 @@ def attend_block(
 
     if choice.is_native and can_attend(cache):
         return BlockNative(cache, slots_B, lengths_B, context_starts_B, max_length, num_rows, windows, causal)
+    if choice.is_paged and can_attend_paged(cache):
+        return BlockPaged(cache, slots_B, lengths_B, context_starts_B, num_rows, windows, causal)
     if choice.is_batched:
         return BlockBatched(cache, slots_B, lengths_B, context_starts_B, max_length, num_rows, windows, causal)
     lengths = [int(length) for length in lengths_B.tolist()]

@@ -112,7 +112,7 @@ class EngineParts:
         drafter_cache = self.proposer.cache if self.proposer is not None else None
         choice = self.choice
         form = "row_invariant" if choice.is_row_invariant else "batched" if choice.is_batched else "per_request"
-        form = "native" if choice.is_native else form
+        form = "native" if choice.is_native else "paged" if choice.is_paged else form
         return ComponentStats(
             target_weight_bytes=_weight_bytes(self.target.model, set()),
             drafter_weight_bytes=0 if self.drafter is None else _weight_bytes(self.drafter.model, set(weights)),

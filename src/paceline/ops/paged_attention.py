@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ShapeError
+from paceline.ops.dispatch import choose
 from paceline.ops.elementwise import widen
+from paceline.ops.paged_attention_kernel import is_page, paged_attention_triton
 
 
 class PagedAttend(ABC):
@@ -53,6 +55,11 @@ class PagedAttend(ABC):
         return self.stored(layer, q_BTNH, sink_N=sink_N)
 
 
+def can_page(planes: Tensor) -> bool:
+    """Whether the operation takes planes [..., block_size, H] where they are: on a GPU pages are powers of two."""
+    return planes.device.type != "cuda" or is_page(planes.shape[-2])
+
+
 def paged_attention_reference(
     q_BTNH: Tensor,
     planes: Tensor,
@@ -65,8 +72,10 @@ def paged_attention_reference(
     is_causal: bool,
     sink_N: Tensor | None,
     scale: float,
+    num_parts: int | None = None,
 ) -> Tensor:
     """The definition: gathers the longest context of the batch, in float32, or in float64 for what came in it."""
+    del num_parts  # how the work is shared
     B, T = q_BTNH.shape[:2]
     num_kv_heads, block_size = planes.shape[1], planes.shape[3]
     device = q_BTNH.device
@@ -147,9 +156,8 @@ def paged_attention(
     if q_BTNH.numel() == 0:
         return torch.empty(q_BTNH.shape, dtype=q_BTNH.dtype, device=q_BTNH.device)
     scale = q_BTNH.shape[3] ** -0.5 if scale is None else scale
-    return paged_attention_reference(
-        q_BTNH, planes, table, slots_B, starts_B, tail, firsts_B, window, is_causal, sink_N, scale
-    )
+    run = choose("paged_attention", q_BTNH, paged_attention_reference, paged_attention_triton)
+    return run(q_BTNH, planes, table, slots_B, starts_B, tail, firsts_B, window, is_causal, sink_N, scale, num_parts)
 
 
 def _check(

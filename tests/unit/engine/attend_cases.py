@@ -17,6 +17,7 @@ from paceline.ops.attention import attention_reference
 CHOICES = {
     "per-request": AttentionChoice(is_batched=False, is_row_invariant=False),
     "batched": AttentionChoice(is_batched=True, is_row_invariant=False),
+    "paged": AttentionChoice(is_batched=True, is_row_invariant=False, is_paged=True),
     "row-invariant": AttentionChoice(is_batched=False, is_row_invariant=True),
 }
 LAYOUTS = {"runs": fixed_tables, "scattered": scattered_tables}
