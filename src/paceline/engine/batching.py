@@ -32,6 +32,11 @@ class StepFlags:
         return self._flags
 
 
+def can_join(request: RunningRequest) -> bool:
+    """Whether the end of a request's prompt may run in one pass with others': it is new, and needs no mask."""
+    return not request.is_resumed and request.grammar is None
+
+
 def next_chunk(
     request: RunningRequest,
     state: SlotState,

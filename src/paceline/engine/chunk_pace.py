@@ -8,6 +8,7 @@ size; how long they may be follows from what recent chunks and decode steps took
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from paceline.engine.pass_timer import PassTimer
 from paceline.engine.running import RunningRequest
@@ -78,26 +79,27 @@ class ChunkTimes:
 
     def __init__(self, pace: ChunkPace) -> None:
         self._pace = pace
-        self._chunks: deque[tuple[int, RunningRequest, int, PassTimer]] = deque()
+        self._chunks: deque[tuple[int, Sequence[RunningRequest], int, PassTimer]] = deque()
 
-    def launched(self, number: int, request: RunningRequest, num_tokens: int, timer: PassTimer) -> None:
-        """Note a chunk.
+    def launched(self, number: int, requests: Sequence[RunningRequest], num_tokens: int, timer: PassTimer) -> None:
+        """Note a chunk, or several in one pass.
 
         Args:
             number: of its pass.
-            request: whose.
-            num_tokens: of the chunk.
+            requests: whose; each waited for the whole pass.
+            num_tokens: of all together.
             timer: stopped.
         """
-        self._chunks.append((number, request, num_tokens, timer))
+        self._chunks.append((number, requests, num_tokens, timer))
 
     def finished(self, number: int) -> None:
         """Results of pass `number`, or of one behind it, have come, so chunks up to it are done."""
         while self._chunks and self._chunks[0][0] <= number:
-            _, request, num_tokens, timer = self._chunks.popleft()
+            _, requests, num_tokens, timer = self._chunks.popleft()
             chunk_ms = timer.milliseconds()
             self._pace.observe_chunk(num_tokens, chunk_ms)
-            request.trace.prefill_ms += chunk_ms
+            for request in requests:
+                request.trace.prefill_ms += chunk_ms
 
     def clear(self) -> None:
         """Forget them: nobody will know when they are done."""

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from paceline.engine.batching import StepFlags, next_chunk, step_batch
+from paceline.engine.batching import StepFlags, step_batch
 from paceline.engine.blocks import BlockPool
-from paceline.engine.chunk_pace import ChunkPace, ChunkTimes
+from paceline.engine.chunk_pace import ChunkPace
 from paceline.engine.counters import Counters
 from paceline.engine.debug import checks_are_asked_for
 from paceline.engine.drafting import Drafting
@@ -24,8 +24,7 @@ from paceline.engine.intake import Intake
 from paceline.engine.invariants import InvariantChecks
 from paceline.engine.loop_checks import LoopChecks
 from paceline.engine.parts import EngineParts
-from paceline.engine.pass_timer import PassTimer
-from paceline.engine.prefill import prefill_chunk
+from paceline.engine.prompt_passes import PromptPasses
 from paceline.engine.request import FinishReason, RequestDelta
 from paceline.engine.request_blocks import RequestBlocks
 from paceline.engine.restoring import enter_slot, restore_slot
@@ -102,7 +101,6 @@ class EngineLoop:
             block_size=parts.sizes.block_size,
             max_itl_ms=settings.max_itl_ms,
         )
-        self._chunks = ChunkTimes(self._pace)
         self.requests: dict[str, RunningRequest] = {}
         self.results = FinishedRequests()
         self.deltas: list[RequestDelta] = []
@@ -122,6 +120,19 @@ class EngineLoop:
             measure=self._measure_costs,
             calibrated_first_position=calibration.first_position if calibration is not None else None,
             device=parts.state.device,
+        )
+        self._prompts = PromptPasses(
+            parts,
+            settings,
+            self.scheduler,
+            self.drafting,
+            self._states,
+            self.counters,
+            self._pace,
+            in_flight,
+            admit=self._admit,
+            count_pass=self._count_pass,
+            read_behind=self._read_behind,
         )
         self.is_mid_step = False
         if settings.draft_length == "adaptive" and parts.num_draft_tokens > 0:  # else the first request waits for it
@@ -151,7 +162,7 @@ class EngineLoop:
             for request in self.scheduler.pop_expired():
                 self._passed_on(request, request.expire())
             may_admit = self._make_room()
-            self._prefill(may_admit=may_admit)
+            self._prompts.run(may_admit=may_admit)
             self._decode()
             self._retire_idle()
             self.is_mid_step = False
@@ -200,7 +211,7 @@ class EngineLoop:
         """Give the memory of the caches back; no request is left."""
         self.deltas.clear()
         self._in_flight.drop()
-        self._chunks.clear()
+        self._prompts.times.clear()
         self._steps.drop()  # graphs go before the memory that they read
         self.parts.release()
 
@@ -209,7 +220,7 @@ class EngineLoop:
         if not self.is_mid_step:
             return
         self._in_flight.drop()
-        self._chunks.clear()
+        self._prompts.times.clear()
         self.scheduler.rebuild(list(self.requests.values()))
         self._drain()
         for request in list(self.requests.values()):
@@ -287,51 +298,6 @@ class EngineLoop:
             self.drafting.stop_beyond(request, request.prefill_goal, context_end=request.held.num_hit)
             return request
         return None
-
-    def _prefill(self, *, may_admit: bool) -> None:
-        num_run = 0
-        while True:
-            is_alone = not any(request.is_decoding for request in self.scheduler.running)
-            num_left = self._pace.budget(is_alone=is_alone) - num_run
-            if num_left <= 0:
-                return
-            request = self.scheduler.next_to_prefill() or (self._admit() if may_admit else None)
-            if request is None:
-                return
-            start = request.num_prefilled
-            end = self._states.chunk_end(request, self._pace.chunk_end(start, request.prefill_goal, num_left))
-            if end - start > num_left and num_run > 0:
-                return
-            self._prefill_chunk(request, end)
-            num_run += end - start
-
-    def _prefill_chunk(self, request: RunningRequest, end: int) -> None:
-        started_s = time.perf_counter()
-        timer = PassTimer(self._state.device)
-        chunk = next_chunk(
-            request,
-            self._state,
-            self._settings,
-            end=end,
-            plan=lambda: self.drafting.plan([request], self.scheduler.running),
-            stopper=self.drafting.stopper,
-        )
-        proposer = self.parts.proposer if request.held.wants_context(request.num_prefilled) else None
-        self._count_pass([request], [Ahead(0, 0, 0)], end - request.num_prefilled)
-        output = prefill_chunk(
-            self.parts.target.model, proposer, self.parts.cache, self._state, self.parts.choice, chunk
-        )
-        self.counters.num_prefill_tokens += len(chunk.token_ids)
-        self._states.keep_after_chunk(request, end)
-        request.num_prefilled = end
-        if output is not None:
-            num_drawn = chunk.plan.most if chunk.plan is not None else 0
-            self._in_flight.keep(
-                [request], output, num_drawn=[num_drawn], num_rows=1, is_decode=False, started_s=started_s
-            )
-        timer.stop()
-        self._chunks.launched(self._in_flight.last, request, len(chunk.token_ids), timer)
-        self._read_behind()
 
     def _decode(self) -> None:
         if any(request.grammar is not None and request.is_decoding for request in self.scheduler.running):
@@ -413,9 +379,9 @@ class EngineLoop:
                 self._take_first(launched)
             self._last_read_s = time.perf_counter()
             self._pool.retire(launched.number)
-            self._chunks.finished(launched.number)
+            self._prompts.times.finished(launched.number)
         if self._state.device.type == "cpu":  # whatever was launched is done
-            self._chunks.finished(self._in_flight.last)
+            self._prompts.times.finished(self._in_flight.last)
 
     def _take_first(self, launched: Launched) -> None:
         for request, step, num_drawn in launched.read():

@@ -4,7 +4,10 @@ A request that stepped back is resumed the same way: its text up to the anchor i
 nothing is judged, since every token is known. Its first block is drafted with its own step counter, so it is the block
 that it would have had.
 
-B = 1 request, C rows of a chunk, V vocabulary, W mask words.
+Where attention goes by tables, several short prompts run in one pass, padded to the longest (`prefill_prompts`): rows
+behind a prompt's end are like refused drafts, unreadable and written again before they count.
+
+B requests, C rows of a chunk, V vocabulary, W mask words.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -134,4 +138,74 @@ def prefill_chunk(
         num_waiting_B = draft_next(proposer, state, rows, plan, chunk.stopper, chunk.flags)
     if judged is None:
         return StepOutput.resumed(num_waiting_B)
+    return StepOutput.of(judged, no_drafts.ids_BK, num_waiting_B, torch.ones_like(num_waiting_B))
+
+
+def prefill_prompts(
+    target: Target,
+    proposer: Proposer | None,
+    cache: TargetCache,
+    state: SlotState,
+    choice: AttentionChoice,
+    chunks: Sequence[PrefillChunk],
+    flags: SamplingFlags,
+    plan: DraftPlan | None,
+    stopper: DraftStopper | None,
+) -> StepOutput:
+    """Run the last chunks of several new prompts in one pass.
+
+    Args:
+        target: a dense model: nothing takes in rows that do not count.
+        proposer: as for `prefill_chunk`.
+        cache: the target's.
+        state: committed to.
+        choice: form of attention, the one that goes by tables.
+        chunks: each ends its prompt, whose first token is wanted; none has a grammar. Plans of their own do not count.
+        flags: of all their requests.
+        plan: of the first blocks of all.
+        stopper: as for a decode step.
+
+    Returns:
+        The first tokens, as a step without drafts.
+    """
+    assert choice.is_paged and all(chunk.next_id is None and chunk.grammar_mask_BLW is None for chunk in chunks)
+    device_plan = None if plan is None else plan.on(state.device)
+    num_rows = max(len(chunk.token_ids) for chunk in chunks)
+    numbers = np.zeros((len(chunks), 4 + num_rows), dtype=np.int64)
+    for row, chunk in zip(numbers, chunks, strict=True):
+        count = len(chunk.token_ids)
+        row[:4] = chunk.slot, chunk.start, chunk.context_start, count
+        row[4 : 4 + count] = chunk.token_ids
+    on_device = to_device(torch.from_numpy(numbers), state.device)
+    slots_B, starts_B, context_starts_B, counts_B = (column.contiguous() for column in on_device[:, :4].unbind(1))
+    token_ids_BC = on_device[:, 4:]
+    starts, context_starts = [chunk.start for chunk in chunks], [chunk.context_start for chunk in chunks]
+    lacks_context = any(context_starts)
+    rows = Rows(
+        [chunk.slot for chunk in chunks],
+        slots_B,
+        starts,
+        starts_B,
+        num_rows,
+        context_starts if lacks_context else None,
+        context_starts_B if lacks_context else None,
+    )
+    hidden_BCD = run_rows(target, proposer, cache, choice, rows, token_ids_BC, all_count=True)
+    ends_B = starts_B + counts_B
+    last_B11 = (counts_B - 1).view(-1, 1, 1)
+    last_B1D = hidden_BCD.gather(1, last_B11.expand(-1, 1, hidden_BCD.shape[2]))
+    no_drafts = Proposal(slots_B.new_empty(len(chunks), 0))
+    judged = judge(
+        target.logits(last_B1D), no_drafts, state, slots_B, ends_B - 1, flags, method=chunks[0].verify_method
+    )
+    next_ids_B = judged.verified.bonus_ids_B
+    state.lengths[slots_B] = ends_B
+    state.anchors[slots_B] = next_ids_B
+    state.retire(slots_B, ends_B, judged.tokens_BL, judged.verified.fault_B)
+    state.tokens.extend(slots_B, judged.tokens_BL, flags)
+    if proposer is not None:
+        proposer.settle(rows, token_ids_BC, ends_B, next_ids_B)
+    num_waiting_B = torch.zeros_like(starts_B)
+    if proposer is not None and device_plan is not None and device_plan.most > 0:
+        num_waiting_B = draft_next(proposer, state, rows, device_plan, stopper, flags)
     return StepOutput.of(judged, no_drafts.ids_BK, num_waiting_B, torch.ones_like(num_waiting_B))

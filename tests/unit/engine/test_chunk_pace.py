@@ -80,7 +80,7 @@ def test_a_chunk_counts_once_a_later_pass_is_done() -> None:
     pace = ChunkPace(prefill_chunk_size=512, block_size=4, max_itl_ms=20.0)
     times, request = ChunkTimes(pace), make_request(0)
     for number, ms in ((1, 8.0), (2, 16.0), (4, 64.0)):
-        times.launched(number, request, 8, Timer(ms))
+        times.launched(number, [request], 8, Timer(ms))
     done.update((8.0, 16.0))
     times.finished(3)
     assert request.trace.prefill_ms == 24.0
@@ -88,6 +88,6 @@ def test_a_chunk_counts_once_a_later_pass_is_done() -> None:
     done.add(64.0)
     times.finished(4)
     assert request.trace.prefill_ms == 88.0 and pace.budget(is_alone=False) < known < 20
-    times.launched(5, request, 8, Timer(1.0))
+    times.launched(5, [request], 8, Timer(1.0))
     times.clear()
     times.finished(9)
