@@ -81,6 +81,9 @@ def cut(tensor: Tensor, rows: tuple[int, int], columns: tuple[int, int] | None) 
     return part if columns is None else part[:, columns[0] : columns[1]]
 
 
+CopyIfFinite = Callable[[Tensor, Tensor], bool]  # fills the first with the second; whether all that arrived is finite
+
+
 @dataclass(frozen=True)
 class Destination:
     """Where a checkpoint tensor goes."""
@@ -218,12 +221,30 @@ def _open_shards(folder: Path, index: Path, *, has_single: bool) -> TensorSource
     return _SafetensorsSource(str(folder), file_of, handles)
 
 
+def copy_if_finite(view: Tensor, tensor: Tensor) -> bool:
+    """Copy a tensor and say whether what arrived is finite in every element, with what torch has.
+
+    A sum is finite only if all that it adds is. On a CPU, pieces are added up while they are in its cache, which costs
+    half of what a second pass over memory does. A sum may also overflow; then both ends of the values decide, since NaN
+    passes through, forty times as fast as looking at each element for itself.
+    """
+    if view.dim() == 0:
+        view, tensor = view.view(1), tensor.view(1)
+    num_rows = len(view)
+    step = max(1, num_rows if view.device.type != "cpu" else _PIECE * num_rows // max(1, view.numel()))
+    sums = [view[first : first + step].copy_(tensor[first : first + step]).sum() for first in range(0, num_rows, step)]
+    if not sums or bool(torch.stack(sums).isfinite().all()):
+        return True
+    return all(bool(torch.isfinite(end)) for end in torch.aminmax(view))
+
+
 def load_strict(
     parameters: Mapping[str, Tensor],
     source: TensorSource,
     destinations: Mapping[str, Destination],
     *,
     ignored: Collection[str] = (),
+    copy: CopyIfFinite = copy_if_finite,
 ) -> None:
     """Fill parameters from a source, in place, casting to each parameter's dtype and device.
 
@@ -234,6 +255,7 @@ def load_strict(
         source: the checkpoint.
         destinations: checkpoint tensor name to its place.
         ignored: checkpoint names that may exist and are not read.
+        copy: fills a place and says whether all that arrived is finite.
     Raises:
         CheckpointError: a tensor is missing, unused, misshapen, not floating, or holds NaN or infinity (also after the
             cast), or a parameter is not filled exactly once. All names of a kind are listed, the first eight in full.
@@ -264,30 +286,13 @@ def load_strict(
                 )
             parameter = parameters[place.parameter]
             view = parameter if place.rows is None else parameter[place.rows[0] : place.rows[1]]
-            if not _copy_if_finite(view, tensor):
+            if not copy(view, tensor):
                 stored_finite = bool(torch.isfinite(tensor).all())
                 bad_values.append(f"{name} (overflows {view.dtype})" if stored_finite else name)
     if bad_values:
         raise CheckpointError(
             "; ".join(_kind("tensors with NaN or infinity", bad_values)), origin={"file": source.origin}
         )
-
-
-def _copy_if_finite(view: Tensor, tensor: Tensor) -> bool:
-    """Copy a tensor and say whether what arrived is finite in every element.
-
-    A sum is finite only if all that it adds is. On a CPU, pieces are added up while they are in its cache, which costs
-    half of what a second pass over memory does. A sum may also overflow; then both ends of the values decide, since NaN
-    passes through, forty times as fast as looking at each element for itself.
-    """
-    if view.dim() == 0:
-        view, tensor = view.view(1), tensor.view(1)
-    num_rows = len(view)
-    step = max(1, num_rows if view.device.type != "cpu" else _PIECE * num_rows // max(1, view.numel()))
-    sums = [view[first : first + step].copy_(tensor[first : first + step]).sum() for first in range(0, num_rows, step)]
-    if not sums or bool(torch.stack(sums).isfinite().all()):
-        return True
-    return all(bool(torch.isfinite(end)) for end in torch.aminmax(view))
 
 
 def _expected_shape(parameter: Tensor, place: Destination) -> tuple[int, ...]:

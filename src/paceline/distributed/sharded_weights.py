@@ -24,6 +24,7 @@ from paceline.errors import CheckpointError
 from paceline.models.building import materialise
 from paceline.models.target_weights import open_kimi_folder
 from paceline.models.targets.kimi_stage import KimiStage
+from paceline.models.weight_copy import copy_weight
 
 # Ends of parameter names. What is not among them is on every rank as it is.
 _BY_ROWS = (
@@ -176,6 +177,7 @@ def load_sharded_stage(
         PartialSource(source, parts),
         {name: part.destination for name, part in parts.items()},
         ignored=elsewhere | mtp_names(contract, source.names()),
+        copy=copy_weight,
     )
     names = boundary_names(contract, end)
     if stage.boundary is not None and set(names) <= set(source.names()):
@@ -211,7 +213,7 @@ def load_table(contract: TargetContract, path: Path, parameter: str, *, like: Te
     (slot,) = (slot for slot in kimi_text_slots(contract) if slot.parameter == parameter)
     source, table = open_kimi_folder(contract, path), like.new_empty(slot.shape)
     others = set(source.names()) - {slot.name}
-    load_strict({parameter: table}, source, {slot.name: Destination(parameter)}, ignored=others)
+    load_strict({parameter: table}, source, {slot.name: Destination(parameter)}, ignored=others, copy=copy_weight)
     return table
 
 

@@ -40,6 +40,7 @@ from paceline.models.fingerprint import is_old
 from paceline.models.layers import LinearMode, set_linear_mode
 from paceline.models.target_weights import fill_target
 from paceline.models.targets.target import Target
+from paceline.models.weight_copy import copy_weight
 from paceline.ops.linear import can_pack
 from paceline.ops.native.attention import LARGEST_HEAD
 from paceline.ops.native.build import has_amx
@@ -211,7 +212,8 @@ def load_drafter(
     weight = target.model.norm.weight
     drafter = empty_drafter(contract, weight.dtype, weight.device)
     destinations = drafter_destinations(contract)
-    load_strict(drafter.checkpoint_parameters(), files.source, destinations, ignored=files.ignored)
+    parameters = drafter.checkpoint_parameters()
+    load_strict(parameters, files.source, destinations, ignored=files.ignored, copy=copy_weight)
     drafter.vocabulary.set_tables(files.draft_to_target, files.mask_embedding)
     shared = drafter.vocabulary.drop_copies(target.model.embed_tokens.weight, target.model.lm_head.weight)
     drafter.prepare_for_serving(target.linear_mode)

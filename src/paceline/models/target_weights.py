@@ -17,6 +17,7 @@ from paceline.checkpoint.names import dense_target_destinations, dense_target_ig
 from paceline.checkpoint.weights import TensorSource, load_strict, open_safetensors
 from paceline.models.building import materialise
 from paceline.models.targets.kimi_stage import KimiStage
+from paceline.models.weight_copy import copy_weight
 
 
 def fill_target(model: nn.Module, contract: TargetContract, path: Path) -> None:
@@ -33,11 +34,11 @@ def fill_target(model: nn.Module, contract: TargetContract, path: Path) -> None:
     if contract.kimi is None:
         source = open_gguf(path) if path.suffix == ".gguf" else open_safetensors(path)
         destinations = dense_target_destinations(contract)
-        load_strict(parameters, source, destinations, ignored=dense_target_ignored(contract))
+        load_strict(parameters, source, destinations, ignored=dense_target_ignored(contract), copy=copy_weight)
         return
     source = open_kimi_folder(contract, path)
     destinations = {slot.name: slot.destination for slot in kimi_slots(contract)}
-    load_strict(parameters, source, destinations, ignored=mtp_names(contract, source.names()))
+    load_strict(parameters, source, destinations, ignored=mtp_names(contract, source.names()), copy=copy_weight)
 
 
 def load_stage(
@@ -65,7 +66,8 @@ def load_stage(
     source, parameters = open_kimi_folder(contract, path), dict(stage.named_parameters())
     destinations = {slot.name: slot.destination for slot in kimi_text_slots(contract) if slot.parameter in parameters}
     elsewhere = {slot.name for slot in kimi_slots(contract)}.difference(destinations)
-    load_strict(parameters, source, destinations, ignored=elsewhere | mtp_names(contract, source.names()))
+    others = elsewhere | mtp_names(contract, source.names())
+    load_strict(parameters, source, destinations, ignored=others, copy=copy_weight)
     names = boundary_names(contract, end)
     if stage.boundary is not None and set(names) <= set(source.names()):
         stage.boundary.set(*(source.load(name) for name in names))

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 _FOLDER = Path(__file__).parent
-_SOURCES = ("products.c", "rows.c", "attention.c", "layer.c", "choices.c")
+_SOURCES = ("products.c", "rows.c", "attention.c", "layer.c", "choices.c", "finite_copy.c")
 _HEADERS = ("common.h", "layers.h")
 _INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16")
 _FLAGS = ("-O3", "-std=c11", "-fPIC", "-shared", "-fopenmp", *(f"-m{name}" for name in _INSTRUCTIONS))
@@ -48,6 +48,7 @@ _ARGUMENTS = {
         *(_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER),
         *(_SIZE, _SIZE, _SIZE, _SIZE, _INT),
     ],
+    "paceline_copy_if_finite": [_POINTER, _INT, _POINTER, _INT, _SIZE, _POINTER, _INT],
     "paceline_attend": [_POINTER, _INT],
     "paceline_layer": [_POINTER, _POINTER],
 }
