@@ -1,0 +1,167 @@
+"""Bare decode steps: the same batch stepped again and again, without requests, results or a host that waits.
+
+An engine's wall time holds prompt passes, bookkeeping and waiting for results. What a step itself costs the device
+shows between events around its launch, where launches are queued faster than they are worked off. Where the host is
+slower, as in eager mode, the figure is the host's.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+    from paceline.engine.engine import Engine
+    from paceline.engine.step import StepBatch
+
+_QUEUE_DEPTH = 64  # launches between two looks at the device, so that no queue grows without bound
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """What a series of steps took, in milliseconds."""
+
+    median_ms: float
+    p10_ms: float
+    p90_ms: float
+
+    @classmethod
+    def of(cls, milliseconds: Sequence[float]) -> StepTimes:
+        """Summarise."""
+        p10, p90 = np.quantile(milliseconds, [0.1, 0.9])
+        return cls(statistics.median(milliseconds), float(p10), float(p90))
+
+
+def time_steps(engine: Engine, *, batch: int, context: int, num_warm_up: int, num_timed: int) -> StepTimes:
+    """Step slots 0 to `batch` - 1 of an idle engine and time every step on its device.
+
+    Args:
+        engine: without requests; its blocks and slots are borrowed and given back.
+        batch: requests.
+        context: positions that each has before the first step. The caches hold whatever lies there.
+        num_warm_up: steps before those that count.
+        num_timed: steps that count.
+    """
+    import torch
+
+    assert not engine.has_unfinished(), "requests would be overwritten"
+    parts = engine._loop.parts
+    state, tables = parts.state, parts.tables
+    num_steps = num_warm_up + num_timed
+    rows = parts.num_draft_tokens + 1
+    each = tables.max_blocks
+    assert 1 + batch * each <= tables.num_blocks, "the caches hold a full context of every slot"
+    for slot in range(batch):
+        tables.assign(slot, range(1 + slot * each, 1 + (slot + 1) * each))
+        _admit(engine, slot, context)
+    state.flush()
+    tables.flush()
+    make_batch = _batches(engine, batch)
+    clock = _DeviceClock(state.device)
+    try:
+        with torch.inference_mode():
+            for index in range(num_steps):
+                step = make_batch(min(context + index * _growth(rows), each * tables.block_size - rows))
+                clock.begin()
+                engine._loop._steps.run(step)
+                clock.end()
+                if (index + 1) % _QUEUE_DEPTH == 0:
+                    clock.wait()
+            return StepTimes.of(clock.milliseconds()[num_warm_up:])
+    finally:
+        for slot in range(batch):
+            tables.clear(slot)
+            state.restore(slot, length=0, anchor=0, step=0)
+        tables.flush()
+        state.flush()
+
+
+def _admit(engine: Engine, slot: int, context: int) -> None:
+    from paceline.engine.request import SamplingParameters
+
+    parts = engine._loop.parts
+    parts.state.admit(slot, SamplingParameters(), seed=slot)
+    parts.state.restore(slot, length=context, anchor=10 + slot, step=0)
+    if parts.recurrent is not None:
+        parts.recurrent.begin(slot)
+
+
+def _growth(rows: int) -> int:
+    """Positions that a request moves on by in a step, at most: random drafts are refused but for rare accidents."""
+    return 1 if rows == 1 else 2
+
+
+def _batches(engine: Engine, batch: int) -> Callable[[int], StepBatch]:
+    """Puts steps together as the engine's loop does for greedy requests; asked with a bound of their positions."""
+    import torch
+
+    from paceline.engine.draft_stopper import DraftPlan
+    from paceline.engine.proposal import Rows
+    from paceline.engine.request import SamplingParameters
+    from paceline.engine.sampling_flags import SamplingFlags
+    from paceline.engine.step import StepBatch
+
+    num_drafts = engine._loop.parts.num_draft_tokens
+    slots = list(range(batch))
+    flags = SamplingFlags.of([SamplingParameters()] * batch)
+    plan = DraftPlan((num_drafts,) * batch, teaches=(True,) * batch)
+
+    def make(bound: int) -> StepBatch:
+        bounds = [bound] * batch
+        rows = Rows(slots, torch.tensor(slots), bounds, torch.tensor(bounds), num_drafts + 1)
+        return StepBatch(rows=rows, flags=flags, writes_context=num_drafts > 0, plan=plan)
+
+    return make
+
+
+class _DeviceClock:
+    """Times spans on the device's own clock where it is a GPU, else on the host's.
+
+    Args:
+        device: where the work is queued.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_gpu = device.type == "cuda"
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._host_ms: list[float] = []
+        self._began_s = 0.0
+
+    def begin(self) -> None:
+        """What is queued from now on counts."""
+        if self._is_gpu:
+            import torch
+
+            pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            pair[0].record()
+            self._events.append(pair)
+        self._began_s = time.perf_counter()
+
+    def end(self) -> None:
+        """Up to here."""
+        if self._is_gpu:
+            self._events[-1][1].record()
+        else:
+            self._host_ms.append((time.perf_counter() - self._began_s) * 1e3)
+
+    def wait(self) -> None:
+        """Until the device has nothing left to do."""
+        if self._is_gpu:
+            import torch
+
+            torch.cuda.synchronize(self._device)
+
+    def milliseconds(self) -> list[float]:
+        """Each span, in order."""
+        self.wait()
+        if not self._is_gpu:
+            return self._host_ms
+        return [began.elapsed_time(ended) for began, ended in self._events]

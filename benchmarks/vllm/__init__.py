@@ -1,0 +1,1 @@
+"""vLLM on a GPU, beside our own steps."""

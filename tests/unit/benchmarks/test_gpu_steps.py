@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks import gpu_steps
+from benchmarks.gpu_steps import main, parse, read_peers, run_round
+from benchmarks.growing_result import read_growing
+from benchmarks.render_results import read_results, results_page
+from tests import tiny
+
+from paceline.engine.engine import Engine, EngineSettings
+
+SMALL = [
+    *("--device", "cpu", "--linear-mode", "plain", "--prompt-tokens", "8", "--new-tokens", "6", "--rounds", "2"),
+    *("--warm-up", "1", "--timed", "2", "--max-model-len", "96", "--modes", "eager"),
+]
+
+
+def test_rows_have_the_keys_that_readers_expect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    peer = tmp_path / "peer.jsonl"
+    lines = [
+        {"peer": "vllm 0", "shape": "tiny-smollm2", "kind": "dflash", "batch": 2, "ms": 4.5},
+        {"shape": "tiny-smollm2", "kind": "dflash", "counters": {}},
+    ]
+    peer.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = tmp_path / "out"
+    arguments = ["--shapes", "tiny-smollm2", "--batches", "1", "2", "--peer", str(peer), "--out", str(out)]
+    assert main([*SMALL, *arguments, "--commit", "0123"]) == 0
+    result = read_growing(out / "gpu-steps.json")
+    assert result["complete"] and result["commit"] == "0123"
+    assert {(row["batch"], row["kind"]) for row in result["rows"]} == {
+        (1, "plain"),
+        (1, "dflash"),
+        (2, "plain"),
+        (2, "dflash"),
+    }
+    for row in result["rows"]:
+        assert {"shape", "batch", "kind", "ours_ms", "peer", "peer_ms", "floor_ms"} <= row.keys()
+        assert row["step_ms"] > 0 and row["ours_ms"] > 0 and row["floor_ratio"] > 1 and row["replayed"] == 0
+        assert row["peer_ms"] == (4.5 if (row["batch"], row["kind"]) == (2, "dflash") else None)
+        assert ("acceptance_length" in row) and (row["acceptance_length"] is None) == (row["kind"] == "plain")
+    gate = read_growing(out / "gpu-gate.json")
+    assert [(row["kind"], row["check"]) for row in gate["rows"]] == [
+        ("dflash", "follows float32"),
+        ("plain", "follows float32"),
+    ]
+    assert "floor_ratio" in capsys.readouterr().out
+    assert "gpu-steps" in results_page(read_results(out))
+
+
+def test_a_case_that_fails_costs_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = gpu_steps.time_steps
+
+    def fails_once(engine: Any, *, batch: int, **sizes: int) -> Any:
+        if batch == 1:
+            raise RuntimeError("planted")
+        return measured(engine, batch=batch, **sizes)
+
+    monkeypatch.setattr(gpu_steps, "time_steps", fails_once)
+    arguments = ["--shapes", "tiny-qwen3", "--kinds", "plain", "--batches", "1", "2", "--skip-gate", "--skip-wall"]
+    assert main([*SMALL, *arguments, "--out", str(tmp_path)]) == 0
+    assert [row["batch"] for row in read_growing(tmp_path / "gpu-steps.json")["rows"]] == [2]
+    assert "batch 1, eager FAILED" in capsys.readouterr().err
+
+
+def test_a_shape_whose_recorded_steps_differ_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"num_same": 3, "num_prompts": 4, "num_steps": 50, "num_replayed": 49, "first_difference": 7}
+    monkeypatch.setattr(gpu_steps, "records_steps", lambda _device: True)
+    monkeypatch.setattr(gpu_steps, "compare_modes", lambda *_arguments, **_options: found)
+    arguments = ["--shapes", "tiny-smollm2", "--kinds", "plain", "--batches", "1", "--out", str(tmp_path)]
+    assert main([*SMALL, *arguments]) == 3
+    assert read_growing(tmp_path / "gpu-steps.json")["rows"] == []
+    found["num_same"] = 4
+    assert main([*SMALL, *arguments]) == 0
+    found["num_replayed"] = 0  # nothing was played back, so nothing was compared
+    assert main([*SMALL, *arguments]) == 3
+
+
+def test_a_round_counts_steps_and_times_those_in_which_all_decode() -> None:
+    target, drafter = tiny.loaded()
+    settings = EngineSettings(max_num_seqs=2, max_model_len=128, prefix_cache=False)
+    found = run_round(Engine(target, None, settings), tiny.tiny_prompts([9, 9]), 12)
+    assert found.num_steps == 12 and found.num_tokens == 24 and found.acceptance is None
+    assert len(found.decode_s) == 9, "of 11 steps, but for the one behind the prompts and the one in which requests end"
+    assert sum(found.decode_s) < found.total_s
+    drafted = run_round(Engine(target, drafter, settings), tiny.tiny_prompts([9, 9]), 12)
+    assert drafted.num_tokens == 24 and drafted.num_steps <= 12
+    assert drafted.acceptance is not None and drafted.acceptance >= 1
+
+
+def test_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse([]).shapes == ["smollm2-135m", "qwen3-8b", "k3-mini"]
+    with pytest.raises(SystemExit):
+        parse(["--max-model-len", "300"])
+    assert "at least 660" in capsys.readouterr().err
+    assert read_peers(None) == {}

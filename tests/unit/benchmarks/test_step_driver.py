@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from benchmarks.step_driver import StepTimes, time_steps
+from tests import tiny
+
+from paceline.engine.engine import Engine, EngineSettings
+from paceline.engine.request import SamplingParameters
+from paceline.engine.step import StepBatch, StepOutput
+
+SETTINGS = EngineSettings(max_num_seqs=3, max_model_len=128, prefix_cache=False)
+
+
+@pytest.mark.parametrize("is_drafted", [False, True])
+def test_every_step_runs_all_rows_of_all_requests(is_drafted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, drafter = tiny.loaded()
+    engine = Engine(target, drafter if is_drafted else None, SETTINGS)
+    runner = engine._loop._steps
+    run, seen = runner.run, []
+
+    def watched(batch: StepBatch) -> StepOutput:
+        output = run(batch)
+        seen.append((batch.rows.num_rows, output.positions_B.tolist(), output.tokens_BT[:, 0].tolist()))
+        return output
+
+    monkeypatch.setattr(runner, "run", watched)
+    times = time_steps(engine, batch=2, context=40, num_warm_up=2, num_timed=3)
+    assert 0 < times.p10_ms <= times.median_ms <= times.p90_ms
+    assert [rows for rows, _, _ in seen] == [8 if is_drafted else 1] * 5
+    positions = torch.tensor([positions for _, positions, _ in seen])
+    assert positions[0].tolist() == [40, 40] and (positions[1:] > positions[:-1]).all(), "requests move on"
+    assert min(token for _, _, tokens in seen for token in tokens) >= 0, "no row was one of padding"
+
+
+def test_the_engine_is_given_back_as_it_was() -> None:
+    target, drafter = tiny.loaded()
+    prompts, sampling = tiny.tiny_prompts([5, 9, 12]), SamplingParameters(max_tokens=12)
+    expected = Engine(target, drafter, SETTINGS).generate(prompts, sampling)
+    engine = Engine(target, drafter, SETTINGS)
+    time_steps(engine, batch=3, context=30, num_warm_up=1, num_timed=2)
+    found = engine.generate(prompts, sampling)
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert [one.trace.records[0].proposed_ids for one in found] == [
+        one.trace.records[0].proposed_ids for one in expected
+    ]
+
+
+def test_summary() -> None:
+    times = StepTimes.of([float(value) for value in range(11)])
+    assert (times.median_ms, times.p10_ms, times.p90_ms) == (5.0, 1.0, 9.0)
