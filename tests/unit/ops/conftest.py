@@ -24,6 +24,23 @@ def let_the_interpreter_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
 
 
+def let_the_interpreter_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of bf16: the interpreter keeps bf16 as 16-bit integers, and multiplies those."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    multiply = interpreter.InterpreterBuilder.create_dot
+
+    def widened(operand: Any) -> Any:
+        if str(operand.dtype.scalar) != "bf16":
+            return operand
+        bits = operand.data.astype("uint32") << 16
+        return interpreter.TensorHandle(bits.view("float32"), importlib.import_module("triton.language").float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return multiply(self, widened(a), widened(b), *rest)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
 @pytest.fixture(params=["interpreted", pytest.param("compiled", marks=pytest.mark.gpu)])
 def kernel_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """The device whose tensors a kernel takes."""
@@ -34,4 +51,5 @@ def kernel_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         pytest.skip("Triton either interprets (TRITON_INTERPRET=1) or compiles")
     if is_interpreting:
         let_the_interpreter_count(monkeypatch)
+        let_the_interpreter_multiply(monkeypatch)
     return torch.device("cpu" if is_interpreting else "cuda")

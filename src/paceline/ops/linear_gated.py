@@ -1,0 +1,165 @@
+"""The first half of a gated MLP in one launch: norm, gate and up projections, activation.
+
+    y[t, i] = silu(gate[t, i]) * up[t, i],   [gate, up] = n @ W^T + bias,   n = x / sqrt(mean(x^2) + eps) * gain
+
+Summed in float32 and rounded once. A program takes a run of gates and the same run of the up projection.
+T rows (at most 64 in the kernel), D in, I out.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.errors import ShapeError
+from paceline.ops.dispatch import choose, kernel, tl, triton
+from paceline.ops.gated_activation import Activation, gated_activation_reference
+from paceline.ops.skinny_product import (
+    Tile,
+    check_product,
+    choose_tile,
+    launch_options,
+    new_parts,
+    norm_times_weight,
+    product_of_run,
+)
+
+_SILU = Activation("silu")
+
+
+def linear_gated_reference(
+    x_TD: Tensor, weight_XD: Tensor, bias_X: Tensor | None, gain_D: Tensor | None, eps: float
+) -> Tensor:
+    """The definition."""
+    both_TX = norm_times_weight(x_TD, weight_XD, gain_D, eps)
+    if bias_X is not None:
+        both_TX = both_TX + bias_X.float()
+    gate_TI, up_TI = both_TX.chunk(2, dim=-1)
+    return gated_activation_reference(gate_TI, up_TI, _SILU).to(x_TD.dtype)
+
+
+@kernel
+def _linear_gated_kernel(
+    x_ptr: tl.tensor,
+    gain_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    parts_ptr: tl.tensor,
+    counter_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    eps: tl.tensor,
+    NUM_OUTPUTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_GAIN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PREFETCHED: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+) -> None:
+    output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
+    existing = tl.minimum(output, NUM_OUTPUTS - 1)
+    gate, up, squares, is_last = product_of_run(
+        x_ptr,
+        gain_ptr,
+        weight_ptr,
+        parts_ptr,
+        counter_ptr,
+        existing,
+        existing + NUM_OUTPUTS,
+        num_rows,
+        WIDTH,
+        PART,
+        PARTS,
+        ROWS,
+        OUTPUTS,
+        BLOCK,
+        HAS_GAIN,
+        True,
+        PREFETCHED,
+        IS_DEPENDENT,
+    )
+    row = tl.arange(0, ROWS)
+    is_output = (output < NUM_OUTPUTS) & is_last
+    if HAS_GAIN:
+        factor = tl.rsqrt(squares / WIDTH + eps)[:, None]
+        gate *= factor
+        up *= factor
+    if HAS_BIAS:
+        gate += tl.load(bias_ptr + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias_ptr + NUM_OUTPUTS + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    y = gate * up / (1.0 + tl.exp(-gate))
+    cell = row.to(tl.int64)[:, None] * NUM_OUTPUTS + output[None, :]
+    tl.store(y_ptr + cell, y.to(y_ptr.dtype.element_ty), mask=(row < num_rows)[:, None] & is_output[None, :])
+
+
+def linear_gated_triton(
+    x_TD: Tensor,
+    weight_XD: Tensor,
+    bias_X: Tensor | None,
+    gain_D: Tensor | None,
+    eps: float,
+    *,
+    tile: Tile | None = None,
+    counters: Tensor | None = None,
+) -> Tensor:
+    """Launch one program per run of gates and part."""
+    num_rows, num_outputs = x_TD.shape[0], weight_XD.shape[0] // 2
+    x_TD = x_TD.contiguous()
+    tile = tile or choose_tile(num_rows, 2 * num_outputs, x_TD.shape[1], least_outputs=32)
+    y_TI = torch.empty((num_rows, num_outputs), dtype=x_TD.dtype, device=x_TD.device)
+    num_runs = triton.cdiv(2 * num_outputs, tile.outputs)
+    with torch.cuda.device_of(x_TD):
+        _linear_gated_kernel[num_runs, tile.parts](
+            x_TD,
+            x_TD if gain_D is None else gain_D,
+            weight_XD,
+            x_TD if bias_X is None else bias_X,
+            y_TI,
+            *new_parts(tile, num_runs, x_TD, counters),
+            num_rows,
+            eps,
+            NUM_OUTPUTS=num_outputs,
+            HAS_BIAS=bias_X is not None,
+            HAS_GAIN=gain_D is not None,
+            **launch_options(tile, x_TD, num_halves=2),
+        )
+    return y_TI
+
+
+def linear_gated(
+    x_TD: Tensor,
+    weight_XD: Tensor,
+    gain_D: Tensor | None,
+    *,
+    eps: float,
+    bias_X: Tensor | None = None,
+    tile: Tile | None = None,
+    counters: Tensor | None = None,
+) -> Tensor:
+    """Activated gates times the up projection of normed rows.
+
+    Args:
+        x_TD: rows; at most `skinny_product.LARGEST_ROWS` on a GPU.
+        weight_XD: contiguous, in the rows' dtype; X = 2 * I, gates first.
+        gain_D: of the norm, in any float dtype; None where rows come as the projections take them.
+        eps: of the norm.
+        bias_X: of the projections.
+        tile: how the product is cut, by default from `choose_tile`.
+        counters: from `skinny_product.new_counters`; without, a launch that needs some makes them.
+    Returns:
+        [T, I] in the rows' dtype.
+    Raises:
+        ShapeError: the tensors do not fit each other.
+    """
+    check_product(x_TD, weight_XD, bias_X)
+    if weight_XD.shape[0] % 2:
+        raise ShapeError("weight", expected="[an even number, D]", found=weight_XD.shape)
+    run = choose("linear_gated", x_TD, linear_gated_reference, linear_gated_triton)
+    if run is linear_gated_reference:
+        return linear_gated_reference(x_TD, weight_XD, bias_X, gain_D, eps)
+    return linear_gated_triton(x_TD, weight_XD, bias_X, gain_D, eps, tile=tile, counters=counters)

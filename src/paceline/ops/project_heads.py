@@ -1,0 +1,350 @@
+"""From the residual stream to heads in one launch: norm, q/k/v projection, q/k norms, rotation, keys and values stored.
+
+    [q, k, v] = n @ W^T + bias,   n = x / sqrt(mean(x^2) + eps) * gain
+    q, k      = turn( round( q / sqrt(mean(q^2) + eps) * q_gain ), position )      (without q/k norms: turn(round(q)))
+
+Sums are float32; heads are rounded to the rows' dtype once and turned with cosines and sines in that dtype, exactly as
+`turn_heads` does. A program takes pairs of channels that are turned together, the first of each pair in one run of
+outputs, the second in another, so that both pairings are the same arithmetic. Where heads are normed it takes a whole
+one. Channels that are not turned make pairs as well.
+T rows (at most 64 in the kernel), D width, N query heads, M key/value heads, H head size, P positions of the table, R
+pairs that are turned, X = (N + 2M) * H.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.errors import ShapeError
+from paceline.ops.dispatch import choose, kernel, tl, triton
+from paceline.ops.rms_norm import rms_norm_reference
+from paceline.ops.rotary import expand_rotary, turn_heads
+from paceline.ops.skinny_product import (
+    Tile,
+    check_product,
+    choose_tile,
+    launch_options,
+    new_parts,
+    norm_times_weight,
+    product_of_run,
+)
+
+
+class HeadForm(NamedTuple):
+    """What a layer does with its heads, the same at every call.
+
+    Attributes:
+        num_heads: N.
+        eps: of all norms.
+        is_neox_style: the pairing of turned channels.
+        value_scale: multiplies the values.
+    """
+
+    num_heads: int
+    eps: float
+    is_neox_style: bool = True
+    value_scale: float = 1.0
+
+
+class Turned(NamedTuple):
+    """Where rows stand.
+
+    Attributes:
+        table_P2R: float32 rows of `rotary_table`; positions past its end are turned as the last one.
+        positions_T: int64.
+    """
+
+    table_P2R: Tensor
+    positions_T: Tensor
+
+
+class Cells(NamedTuple):
+    """Where keys and values go.
+
+    Attributes:
+        planes: [2, M, blocks, block_size, H], rows of a head contiguous; written in place.
+        rows_T: int64, block * block_size + offset. None twice, but where nobody reads.
+    """
+
+    planes: Tensor
+    rows_T: Tensor
+
+
+def finish_heads_reference(
+    qkv_TX: Tensor,
+    qk_gains: tuple[Tensor, Tensor] | None,
+    turned: Turned,
+    cells: Cells,
+    form: HeadForm,
+    dtype: torch.dtype,
+) -> Tensor:
+    """What follows the projection, whose sums may be wider than the rows' dtype."""
+    num_kv_heads, head_size = cells.planes.shape[1], cells.planes.shape[4]
+    q, k, v = qkv_TX.unflatten(-1, (-1, head_size)).split((form.num_heads, num_kv_heads, num_kv_heads), dim=-2)
+    if qk_gains is not None:
+        q, k = (rms_norm_reference(heads.float(), gain, form.eps) for heads, gain in zip((q, k), qk_gains, strict=True))
+    positions_T = turned.positions_T.clamp(max=turned.table_P2R.shape[0] - 1)
+    turns = expand_rotary(turned.table_P2R[positions_T], dtype, is_neox_style=form.is_neox_style)
+    q, k = (turn_heads(heads.to(dtype), turns, is_neox_style=form.is_neox_style) for heads in (q, k))
+    v = v.to(dtype)
+    if form.value_scale != 1.0:
+        v = v * form.value_scale
+    by_row = cells.planes.flatten(2, 3)
+    by_row[0].index_copy_(1, cells.rows_T, k.transpose(0, 1))
+    by_row[1].index_copy_(1, cells.rows_T, v.transpose(0, 1))
+    return q.contiguous()
+
+
+def project_heads_reference(
+    x_TD: Tensor,
+    weight_XD: Tensor,
+    bias_X: Tensor | None,
+    gain_D: Tensor | None,
+    qk_gains: tuple[Tensor, Tensor] | None,
+    turned: Turned,
+    cells: Cells,
+    form: HeadForm,
+) -> Tensor:
+    """The definition."""
+    qkv_TX = norm_times_weight(x_TD, weight_XD, gain_D, form.eps)
+    if bias_X is not None:
+        qkv_TX = qkv_TX + bias_X.float()
+    return finish_heads_reference(qkv_TX, qk_gains, turned, cells, form, x_TD.dtype)
+
+
+@kernel
+def _project_heads_kernel(
+    x_ptr: tl.tensor,
+    gain_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    q_gain_ptr: tl.tensor,
+    k_gain_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    position_ptr: tl.tensor,
+    row_ptr: tl.tensor,
+    planes_ptr: tl.tensor,
+    q_ptr: tl.tensor,
+    parts_ptr: tl.tensor,
+    counter_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    num_positions: tl.tensor,
+    side_stride: tl.tensor,
+    head_stride: tl.tensor,
+    eps: tl.tensor,
+    value_scale: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    TURNED: tl.constexpr,
+    IS_NEOX: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_QK_NORM: tl.constexpr,
+    HAS_GAIN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PREFETCHED: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+) -> None:
+    PAIRS: tl.constexpr = HEAD_SIZE // 2
+    RUNS: tl.constexpr = (PAIRS + OUTPUTS - 1) // OUTPUTS
+    run = tl.program_id(0)
+    head = run // RUNS
+    pair = run % RUNS * OUTPUTS + tl.arange(0, OUTPUTS)
+    is_pair = pair < PAIRS
+    is_turned = pair < TURNED
+    pair = tl.minimum(pair, PAIRS - 1)
+    # Channels past the turned ones are paired as halves, whichever pairing the turned ones have.
+    if IS_NEOX:
+        channel = tl.where(is_turned, pair, pair + TURNED)
+        other_channel = tl.where(is_turned, pair + TURNED, pair + PAIRS)
+    else:
+        channel = tl.where(is_turned, 2 * pair, pair + TURNED)
+        other_channel = tl.where(is_turned, 2 * pair + 1, pair + PAIRS)
+    output = (head * HEAD_SIZE + channel).to(tl.int64)
+    other_output = (head * HEAD_SIZE + other_channel).to(tl.int64)
+    first, second, squares, is_last = product_of_run(
+        x_ptr,
+        gain_ptr,
+        weight_ptr,
+        parts_ptr,
+        counter_ptr,
+        output,
+        other_output,
+        num_rows,
+        WIDTH,
+        PART,
+        PARTS,
+        ROWS,
+        OUTPUTS,
+        BLOCK,
+        HAS_GAIN,
+        True,
+        PREFETCHED,
+        IS_DEPENDENT,
+    )
+    row = tl.arange(0, ROWS)
+    is_row = (row < num_rows) & is_last
+    is_cell = is_row[:, None] & is_pair[None, :]
+    dtype = q_ptr.dtype.element_ty
+    if HAS_GAIN:
+        factor = tl.rsqrt(squares / WIDTH + eps)[:, None]
+        first *= factor
+        second *= factor
+    if HAS_BIAS:
+        first += tl.load(bias_ptr + output).to(tl.float32)[None, :]
+        second += tl.load(bias_ptr + other_output).to(tl.float32)[None, :]
+    if head < NUM_HEADS + NUM_KV_HEADS:
+        if HAS_QK_NORM:
+            gains = q_gain_ptr if head < NUM_HEADS else k_gain_ptr
+            of_head = tl.where(is_pair[None, :], first * first + second * second, 0.0)
+            factor = tl.rsqrt(tl.sum(of_head, axis=1) / HEAD_SIZE + eps)[:, None]
+            first *= factor * tl.load(gains + channel).to(tl.float32)[None, :]
+            second *= factor * tl.load(gains + other_channel).to(tl.float32)[None, :]
+        first = first.to(dtype).to(tl.float32)
+        second = second.to(dtype).to(tl.float32)
+        position = tl.minimum(tl.load(position_ptr + row, mask=is_row, other=0), num_positions - 1)
+        table_row = table_ptr + position[:, None] * (2 * TURNED) + pair[None, :]
+        reads = is_cell & is_turned[None, :]
+        cosine = tl.load(table_row, mask=reads, other=1.0).to(dtype).to(tl.float32)
+        sine = tl.load(table_row + TURNED, mask=reads, other=0.0).to(dtype).to(tl.float32)
+        turned = (first * cosine).to(dtype).to(tl.float32) - second * sine
+        second = (second * cosine).to(dtype).to(tl.float32) + first * sine
+        first = turned
+    else:
+        first = first.to(dtype).to(tl.float32) * value_scale
+        second = second.to(dtype).to(tl.float32) * value_scale
+    if head < NUM_HEADS:
+        at = q_ptr + (row.to(tl.int64) * NUM_HEADS + head)[:, None] * HEAD_SIZE
+        tl.store(at + channel[None, :], first.to(dtype), mask=is_cell)
+        tl.store(at + other_channel[None, :], second.to(dtype), mask=is_cell)
+    else:
+        side = (head - NUM_HEADS) // NUM_KV_HEADS
+        kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
+        stored_at = tl.load(row_ptr + row, mask=is_row, other=0)
+        plane = planes_ptr + side.to(tl.int64) * side_stride + kv_head.to(tl.int64) * head_stride
+        at = plane + stored_at[:, None] * HEAD_SIZE
+        tl.store(at + channel[None, :], first.to(dtype), mask=is_cell)
+        tl.store(at + other_channel[None, :], second.to(dtype), mask=is_cell)
+
+
+def project_heads_triton(
+    x_TD: Tensor,
+    weight_XD: Tensor,
+    bias_X: Tensor | None,
+    gain_D: Tensor | None,
+    qk_gains: tuple[Tensor, Tensor] | None,
+    turned: Turned,
+    cells: Cells,
+    form: HeadForm,
+    *,
+    tile: Tile | None = None,
+    counters: Tensor | None = None,
+) -> Tensor:
+    """Launch one program per run of pairs and part."""
+    num_rows, width = x_TD.shape
+    num_kv_heads, head_size = cells.planes.shape[1], cells.planes.shape[4]
+    x_TD = x_TD.contiguous()
+    whole_head = max(32, triton.next_power_of_2(head_size))
+    if tile is None:
+        least = 32 if qk_gains is None else whole_head
+        tile = choose_tile(num_rows, weight_XD.shape[0], width, least_outputs=least)
+    tile = tile._replace(outputs=min(tile.outputs, whole_head) if qk_gains is None else whole_head)
+    num_runs = weight_XD.shape[0] // head_size * triton.cdiv(head_size, tile.outputs)
+    q_TNH = torch.empty((num_rows, form.num_heads, head_size), dtype=x_TD.dtype, device=x_TD.device)
+    q_gain, k_gain = (x_TD, x_TD) if qk_gains is None else qk_gains
+    with torch.cuda.device_of(x_TD):
+        _project_heads_kernel[num_runs, tile.parts](
+            x_TD,
+            x_TD if gain_D is None else gain_D,
+            weight_XD,
+            x_TD if bias_X is None else bias_X,
+            q_gain,
+            k_gain,
+            turned.table_P2R,
+            turned.positions_T.contiguous(),
+            cells.rows_T.contiguous(),
+            cells.planes,
+            q_TNH,
+            *new_parts(tile, num_runs, x_TD, counters),
+            num_rows,
+            turned.table_P2R.shape[0],
+            cells.planes.stride(0),
+            cells.planes.stride(1),
+            form.eps,
+            form.value_scale,
+            NUM_HEADS=form.num_heads,
+            NUM_KV_HEADS=num_kv_heads,
+            HEAD_SIZE=head_size,
+            TURNED=turned.table_P2R.shape[2],
+            IS_NEOX=form.is_neox_style,
+            HAS_BIAS=bias_X is not None,
+            HAS_QK_NORM=qk_gains is not None,
+            HAS_GAIN=gain_D is not None,
+            **launch_options(tile, x_TD, num_halves=2),
+        )
+    return q_TNH
+
+
+def project_heads(
+    x_TD: Tensor,
+    weight_XD: Tensor,
+    gain_D: Tensor | None,
+    turned: Turned,
+    cells: Cells,
+    form: HeadForm,
+    *,
+    bias_X: Tensor | None = None,
+    qk_gains: tuple[Tensor, Tensor] | None = None,
+    tile: Tile | None = None,
+    counters: Tensor | None = None,
+) -> Tensor:
+    """Queries of rows, whose keys and values are stored on the way.
+
+    Args:
+        x_TD: rows; at most `skinny_product.LARGEST_ROWS` on a GPU.
+        weight_XD: contiguous, in the rows' dtype; queries, then keys, then values.
+        gain_D: of the norm before, in any float dtype; None where rows come as the projection takes them.
+        turned: positions.
+        cells: where keys and values go.
+        form: what is done with the heads.
+        bias_X: of the projection.
+        qk_gains: of the norms of each query head and each key head, [H] each; None where there are none.
+        tile: how the product is cut, by default from `choose_tile`.
+        counters: from `skinny_product.new_counters`; without, a launch that needs some makes them.
+    Returns:
+        [T, N, H] in the rows' dtype.
+    Raises:
+        ShapeError: the tensors do not fit each other.
+    """
+    check_product(x_TD, weight_XD, bias_X)
+    check_heads(weight_XD.shape[0], x_TD.shape[0], turned, cells, form)
+    run = choose("project_heads", x_TD, project_heads_reference, project_heads_triton)
+    if run is project_heads_reference:
+        return project_heads_reference(x_TD, weight_XD, bias_X, gain_D, qk_gains, turned, cells, form)
+    return project_heads_triton(
+        x_TD, weight_XD, bias_X, gain_D, qk_gains, turned, cells, form, tile=tile, counters=counters
+    )
+
+
+def check_heads(num_outputs: int, num_rows: int, turned: Turned, cells: Cells, form: HeadForm) -> None:
+    """Refuse what does not fit.
+
+    Raises:
+        ShapeError: the projection does not have these heads, or rows, positions and cells differ in number.
+    """
+    num_kv_heads, head_size = cells.planes.shape[1], cells.planes.shape[4]
+    expected = (form.num_heads + 2 * num_kv_heads) * head_size
+    if num_outputs != expected or head_size % 2:
+        raise ShapeError("heads", expected=f"{expected} outputs for heads of {head_size}", found=[num_outputs])
+    if turned.positions_T.shape != (num_rows,):
+        raise ShapeError("positions", expected=[num_rows], found=turned.positions_T.shape)
+    if cells.rows_T.shape != (num_rows,):
+        raise ShapeError("rows", expected=[num_rows], found=cells.rows_T.shape)

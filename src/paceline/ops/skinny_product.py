@@ -1,0 +1,287 @@
+"""The product of few rows with a weight, as the fused operations of a layer use it: x @ W^T, summed in float32.
+
+    sums[t, o]  = sum over i of round(x[t, i] * gain[i]) * W[o, i]        (round(x) without a gain)
+    squares[t]  = sum over i of x[t, i]^2
+
+With at most 64 rows such a product is bound by reading the weight. So a program takes a run of outputs, keeps several
+tiles of the weight in flight, and holds all rows in one tile; what comes before (a norm) and behind (rotation,
+activation, residual) happens in the same launch. A norm's gain is applied to the rows as they are read, its row factor
+to the sums: x * f * gain @ W^T = f * ((x * gain) @ W^T). Where there are too few runs of outputs to fill the
+multiprocessors, several programs share one: each leaves its part of the sums in a workspace, and whoever arrives last
+adds them in the order of the parts, so that results do not depend on who that is.
+T rows, I in, O out.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.errors import ShapeError
+from paceline.ops.dispatch import dependent_launch, kernel, tl, triton
+
+LARGEST_ROWS: Final = 64  # in one tile; above, products are bound by arithmetic and left to the library
+NUM_COUNTERS: Final = 4096  # runs of outputs that several programs may share, in one launch
+_NUM_PROCESSORS: Final = 132
+_FEW_PROGRAMS: Final = 96  # from here on, tiles in flight make up for processors that have no program
+_SMALLEST_BLOCK: Final = 64
+_SHARED_BYTES: Final = 200_000  # of a multiprocessor, for tiles in flight
+_PREFETCHED_BYTES: Final = 49152  # of the weight, per program, asked for while the kernel before this one runs
+
+
+class Tile(NamedTuple):
+    """How a product is cut.
+
+    Attributes:
+        outputs: weight rows per program, both halves of a pair counted.
+        block: inputs per turn of the loop.
+        parts: programs that share a run of outputs.
+        warps: per program.
+        stages: tiles of the loop in flight.
+    """
+
+    outputs: int
+    block: int
+    parts: int = 1
+    warps: int = 4
+    stages: int = 4
+
+
+def choose_tile(num_rows: int, num_outputs: int, width: int, *, least_outputs: int = 16) -> Tile:
+    """A cut for a product with a weight of this size.
+
+    Args:
+        num_rows: T.
+        num_outputs: O.
+        width: I.
+        least_outputs: of a program: what its end needs at once, such as a whole head that is normed.
+    """
+    outputs = least_outputs
+    while outputs < 64 and num_outputs // (2 * outputs) >= _FEW_PROGRAMS:
+        outputs *= 2
+    # A block that divides the width needs no masks.
+    block = min(256, max(_SMALLEST_BLOCK, 16384 // outputs), max(_SMALLEST_BLOCK, width & -width))
+    if padded_rows(num_rows) >= 32:
+        block = min(block, 128)
+    num_runs, turns = triton.cdiv(num_outputs, outputs), triton.cdiv(width, block)
+    parts = 1
+    while (
+        parts < 8 and num_runs * parts * 2 <= 3 * _NUM_PROCESSORS and num_runs < _FEW_PROGRAMS and turns >= 16 * parts
+    ):
+        parts *= 2
+    resident = min(4, triton.cdiv(num_runs * parts, _NUM_PROCESSORS))
+    bytes_per_stage = 2 * block * (outputs + padded_rows(num_rows))
+    stages = max(2, min(9, triton.cdiv(turns, parts), _SHARED_BYTES // resident // bytes_per_stage))
+    return Tile(outputs, block, parts, 4, stages)
+
+
+def padded_rows(num_rows: int) -> int:
+    """Rows of the tile that holds `num_rows`."""
+    return max(16, int(triton.next_power_of_2(num_rows)))
+
+
+def new_counters(device: torch.device) -> Tensor:
+    """int32 zeros, one for each run of outputs of a launch. Every launch leaves zeros; it may be used by the next."""
+    return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
+
+
+def new_parts(tile: Tile, num_runs: int, x_TI: Tensor, counters: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A launch's workspace: float32 for the sums and squares of every part, and counters."""
+    if tile.parts == 1:
+        return x_TI, x_TI  # neither is touched
+    assert num_runs <= NUM_COUNTERS, "a product of that many outputs needs no parts"
+    size = num_runs * tile.parts * padded_rows(x_TI.shape[0]) * (tile.outputs + 1)
+    parts = _new_floats(size, x_TI.device)
+    return parts, new_counters(x_TI.device) if counters is None else counters
+
+
+def _new_floats(size: int, device: torch.device) -> Tensor:
+    return torch.empty(size, dtype=torch.float32, device=device)
+
+
+def launch_options(tile: Tile, x_TI: Tensor, *, num_halves: int = 1) -> dict[str, Any]:
+    """What every kernel around `product_of_run` is launched with.
+
+    Args:
+        tile: how the product is cut.
+        x_TI: the rows.
+        num_halves: 2 for a pair of runs.
+    """
+    num_rows, width = x_TI.shape
+    part = triton.cdiv(triton.cdiv(width, tile.block), tile.parts) * tile.block
+    prefetched = min(part, width, _PREFETCHED_BYTES // (x_TI.element_size() * tile.outputs)) // 8 * 8
+    is_dependent = dependent_launch()
+    return {
+        "WIDTH": width,
+        "PART": part,
+        "PARTS": tile.parts,
+        "ROWS": padded_rows(num_rows),
+        "OUTPUTS": tile.outputs // num_halves,
+        "BLOCK": tile.block,
+        "PREFETCHED": prefetched if width % 8 == 0 else 0,  # in steps of 16 bytes
+        "IS_DEPENDENT": is_dependent,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+        **({"launch_pdl": True} if is_dependent else {}),
+    }
+
+
+def check_product(
+    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, *, holds_any_number: bool | None = None
+) -> None:
+    """Refuse what does not fit.
+
+    Args:
+        x_TI: rows.
+        weight_OI: the weight.
+        bias_O: its bias.
+        holds_any_number: of rows, as references do; by default on a CPU.
+    Raises:
+        ShapeError: widths differ, or there are more rows than the kernel holds on the device that would run it.
+    """
+    if x_TI.dim() != 2 or weight_OI.shape[1] != x_TI.shape[1]:
+        raise ShapeError("weight", expected=f"[O, {x_TI.shape[-1]}]", found=weight_OI.shape)
+    if bias_O is not None and bias_O.shape != weight_OI.shape[:1]:
+        raise ShapeError("bias", expected=weight_OI.shape[:1], found=bias_O.shape)
+    if holds_any_number is None:
+        holds_any_number = x_TI.device.type == "cpu"
+    if not holds_any_number and x_TI.shape[0] > LARGEST_ROWS:
+        raise ShapeError("rows", expected=f"[at most {LARGEST_ROWS}, {x_TI.shape[1]}]", found=x_TI.shape)
+
+
+def norm_times_weight(x_TI: Tensor, weight_OI: Tensor, gain_I: Tensor | None, eps: float) -> Tensor:
+    """float32 [T, O]: what `multiply` gives in a reference, with the norm's factor where there is a gain."""
+    wide = x_TI.float()
+    if gain_I is None:
+        return wide @ weight_OI.float().T
+    scaled = (wide * gain_I.float()).to(x_TI.dtype).float()
+    return scaled @ weight_OI.float().T * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+
+
+@kernel
+def _prefetch(weight_ptr: tl.tensor, output: tl.tensor, WIDTH: tl.constexpr, INPUTS: tl.constexpr) -> None:
+    # Asks for the beginning of weight rows in the L2 cache; nothing is waited for.
+    NUM_BYTES: tl.constexpr = INPUTS * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    address = (weight_ptr + output * WIDTH).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [address, tl.full(address.shape, NUM_BYTES, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@kernel
+def product_of_run(
+    x_ptr: tl.tensor,
+    gain_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    parts_ptr: tl.tensor,
+    counter_ptr: tl.tensor,
+    output: tl.tensor,
+    other_output: tl.tensor,
+    num_rows: tl.tensor,
+    WIDTH: tl.constexpr,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_GAIN: tl.constexpr,
+    IS_PAIR: tl.constexpr,
+    PREFETCHED: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+) -> tl.tensor:
+    """Sums of two runs of outputs, in a grid of (runs, parts).
+
+    Args:
+        x_ptr: [rows, WIDTH].
+        gain_ptr: [WIDTH], read if there is a gain.
+        weight_ptr: [outputs, WIDTH].
+        parts_ptr: from `new_parts`.
+        counter_ptr: from `new_counters`.
+        output: int64 [OUTPUTS], rows of the weight, all of which exist.
+        other_output: as many more, read for a pair.
+        num_rows: at most ROWS.
+        WIDTH: I.
+        PART: inputs per part, whole blocks; those of the last parts may lie past the end.
+        PARTS: of the tile, as OUTPUTS (of one half of a pair) and BLOCK are.
+        ROWS: of the tile that holds them, at least 16.
+        OUTPUTS: see PARTS.
+        BLOCK: see PARTS.
+        HAS_GAIN: whether rows are multiplied with a gain, and squares summed.
+        IS_PAIR: whether there are two runs.
+        PREFETCHED: inputs of each weight row that are asked for before the wait.
+        IS_DEPENDENT: whether this launch may begin before the one before it has ended.
+    Returns:
+        Both sums, [ROWS, OUTPUTS], the second zeros without a pair; [ROWS] squares, zeros without a gain; and whether
+        this is the program that has them. Others have a part of the sums, and write nothing.
+    """
+    run, part = tl.program_id(0), tl.program_id(1)
+    first = part * PART
+    if IS_DEPENDENT:
+        # The weight is constant; all else may be an earlier kernel's to write, or to read, until the wait is over.
+        if PREFETCHED > 0:
+            _prefetch(weight_ptr + tl.minimum(first, WIDTH - PREFETCHED), output, WIDTH, PREFETCHED)
+            if IS_PAIR:
+                _prefetch(weight_ptr + tl.minimum(first, WIDTH - PREFETCHED), other_output, WIDTH, PREFETCHED)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    is_row = (row < num_rows)[:, None]
+    sums = tl.zeros([ROWS, OUTPUTS], dtype=tl.float32)
+    other_sums = tl.zeros([ROWS, OUTPUTS], dtype=tl.float32)
+    squares = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    x_at = x_ptr + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    weight_at = weight_ptr + output[None, :] * WIDTH + column[:, None]
+    other_at = weight_ptr + other_output[None, :] * WIDTH + column[:, None]
+    for done in range(0, PART, BLOCK):
+        start = first + done
+        is_input = start + column < WIDTH
+        if WIDTH == PART * PARTS:
+            x = tl.load(x_at + start, mask=is_row, other=0.0)
+            weight = tl.load(weight_at + start)
+        else:
+            x = tl.load(x_at + start, mask=is_row & is_input[None, :], other=0.0)
+            weight = tl.load(weight_at + start, mask=is_input[:, None], other=0.0)
+        if HAS_GAIN:
+            wide = x.to(tl.float32)
+            squares += wide * wide
+            gain = tl.load(gain_ptr + start + column, mask=is_input, other=0.0).to(tl.float32)
+            x = (wide * gain[None, :]).to(x.dtype)
+        sums = tl.dot(x, weight, sums, input_precision="ieee")
+        if IS_PAIR:
+            if WIDTH == PART * PARTS:
+                other_weight = tl.load(other_at + start)
+            else:
+                other_weight = tl.load(other_at + start, mask=is_input[:, None], other=0.0)
+            other_sums = tl.dot(x, other_weight, other_sums, input_precision="ieee")
+    squares_of_row = tl.sum(squares, axis=1)
+    is_last = True
+    if PARTS > 1:
+        SIZE: tl.constexpr = ROWS * OUTPUTS
+        RUNS: tl.constexpr = 2 if IS_PAIR else 1
+        cell = row[:, None] * OUTPUTS + tl.arange(0, OUTPUTS)[None, :]
+        at = parts_ptr + (run * PARTS + part).to(tl.int64) * (RUNS * SIZE + ROWS)
+        tl.store(at + cell, sums)
+        if IS_PAIR:
+            tl.store(at + SIZE + cell, other_sums)
+        tl.store(at + RUNS * SIZE + row, squares_of_row)
+        tl.debug_barrier()  # the counter is moved by one thread, for all
+        is_last = tl.atomic_add(counter_ptr + run, 1, sem="acq_rel") == PARTS - 1
+        if is_last:
+            sums = tl.zeros([ROWS, OUTPUTS], dtype=tl.float32)
+            other_sums = tl.zeros([ROWS, OUTPUTS], dtype=tl.float32)
+            squares_of_row = tl.zeros([ROWS], dtype=tl.float32)
+            for index in tl.static_range(PARTS):
+                at = parts_ptr + (run * PARTS + index).to(tl.int64) * (RUNS * SIZE + ROWS)
+                sums += tl.load(at + cell, cache_modifier=".cg")
+                if IS_PAIR:
+                    other_sums += tl.load(at + SIZE + cell, cache_modifier=".cg")
+                squares_of_row += tl.load(at + RUNS * SIZE + row, cache_modifier=".cg")
+            tl.store(counter_ptr + run, 0)
+    return sums, other_sums, squares_of_row, is_last
