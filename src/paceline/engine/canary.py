@@ -81,6 +81,47 @@ class ReplayProposer:
         return Proposal(torch.tensor(blocks, device=state.device))
 
 
+class SeededReplay:
+    """A `ReplayProposer` that asks the host for nothing, so that its steps can be recorded.
+
+    A request says by its seed which text it is; nothing else depends on that, as nothing is sampled.
+
+    Args:
+        scripts: prompt and output of the request with seed 0, 1, ...
+        num_draft_tokens: K.
+        device: of the engine's state.
+    """
+
+    name = "replay"
+    num_candidates = 0
+    max_positions = 2**31
+    target_layer_ids: tuple[TargetLayerId, ...] = ()
+    aux_hidden_stream: AuxHiddenStream = "prefix"
+    is_capturable = True
+    is_parallel = True
+    cache: KeyValueCache | None = None
+
+    def __init__(self, scripts: Sequence[Sequence[int]], num_draft_tokens: int, device: torch.device) -> None:
+        self.num_draft_tokens = num_draft_tokens
+        longest = max(len(script) for script in scripts) + num_draft_tokens + 1
+        padded = [[*script, *[NO_TOKEN] * (longest - len(script))] for script in scripts]
+        self._scripts = torch.tensor(padded, device=device)
+        self._offsets_K = torch.arange(1, num_draft_tokens + 1, device=device)
+
+    def write_context(self, rows: Rows, taps: Sequence[Tensor], positions_BT: Tensor) -> None:
+        """A replay needs no context."""
+
+    def settle(self, rows: Rows, token_ids_BT: Tensor, ends_B: Tensor, next_ids_B: Tensor) -> None:
+        """Nor does it care what became of its drafts."""
+
+    def propose(self, rows: Rows, state: SlotState, *, all_greedy: bool, num_drafts: int | None = None) -> Proposal:
+        """The tokens that follow each anchor in its script, -1 beyond its end."""
+        offsets_K = self._offsets_K[: self.num_draft_tokens if num_drafts is None else num_drafts]
+        scripts_BL = self._scripts[state.sampling_rows(rows.slots_B).seed_B]
+        positions_BK = state.lengths[rows.slots_B].unsqueeze(1) + offsets_K
+        return Proposal(scripts_BL.gather(1, positions_BK.clamp(max=scripts_BL.shape[1] - 1)))
+
+
 class WatchedProposer:
     """Keeps a drafter's context as in serving and notes what it drafts, but proposes a known text.
 
@@ -186,12 +227,15 @@ def _compared(
     small = _small(settings, max_model_len=max(sizes) + _NUM_TOKENS + 1)
     generator = torch.Generator().manual_seed(20)
     prompts = [_prompt(size, target.contract.vocab_size, generator) for size in sizes]
-    plain = yield from _plain(target, small, prompts)
-    results = yield from _replayed(target, small, plain, K)
+    all_plain = yield from _plain(target, small, prompts)
+    plain = all_plain[: len(prompts)]
     refusals, num_near_ties = [], 0
+    if len(all_plain) > len(plain):
+        refusals += _recorded_differences(all_plain)
+    results = yield from _replayed(target, small, plain, K)
     plain_errors: list[float] = []
     errors: list[float] = []
-    for right, result in zip(plain, results, strict=True):
+    for right, result in zip(plain * (len(results) // len(plain)), results, strict=True):
         plain_errors += _logprob_errors(target.model, right)
         errors += _logprob_errors(target.model, result)
         refusal, is_near_tie = _first_refusal(target.model, right, result)
@@ -282,31 +326,52 @@ def _sizes(target: LoadedTarget, settings: EngineSettings, max_model_len: int, n
 def _plain(
     target: LoadedTarget, settings: EngineSettings, prompts: Sequence[Sequence[int]]
 ) -> Generator[None, None, list[RequestResult]]:
+    """Plain decoding; twice where steps are recorded."""
     engine = Engine(target, None, settings)
-    names = [engine.add_request(prompt, _SAMPLING) for prompt in prompts]
-    return (yield from _finished(engine, names))
+    results: list[RequestResult] = []
+    for _ in range(_num_rounds(engine)):
+        names = [engine.add_request(prompt, _SAMPLING) for prompt in prompts]
+        results += yield from _finished(engine, names, closes=False)
+    engine.close()
+    return results
 
 
 def _replayed(
     target: LoadedTarget, settings: EngineSettings, plain: Sequence[RequestResult], num_draft_tokens: int
 ) -> Generator[None, None, list[RequestResult]]:
-    """The same requests with the right drafts."""
-
-    def script(slot: int) -> Sequence[int] | None:
-        return scripts.get(oracle.request_in_slot(slot) or "")
-
-    scripts: dict[str, tuple[int, ...]] = {}
-    oracle = Engine(target, None, settings, proposer=ReplayProposer(script, num_draft_tokens))
-    for result in plain:
-        scripts[oracle.add_request(result.prompt_ids, _SAMPLING)] = result.prompt_ids + result.token_ids
-    while oracle.has_unfinished():
-        for delta in oracle.step():
-            if delta.step is not None and delta.step.refused_id is not None:
-                oracle.abort(delta.request_id)  # its text has left the script, or is about to
-        yield
-    results = [oracle.result(name) for name in scripts]
+    """The same requests with the right drafts; twice where steps are recorded, as the first of each kind is not."""
+    scripts = [result.prompt_ids + result.token_ids for result in plain]
+    replay = SeededReplay(scripts, num_draft_tokens, target.model.norm.weight.device)
+    oracle = Engine(target, None, settings, proposer=replay)
+    results: list[RequestResult] = []
+    for _ in range(_num_rounds(oracle)):
+        names = [
+            oracle.add_request(result.prompt_ids, replace(_SAMPLING, seed=seed)) for seed, result in enumerate(plain)
+        ]
+        while oracle.has_unfinished():
+            for delta in oracle.step():
+                if delta.step is not None and delta.step.refused_id is not None:
+                    oracle.abort(delta.request_id)  # its text has left the script, or is about to
+            yield
+        results += [oracle.result(name) for name in names]
     oracle.close()
     return results
+
+
+def _num_rounds(engine: Engine) -> int:
+    return 2 if engine.is_recording else 1
+
+
+def _recorded_differences(results: Sequence[RequestResult]) -> list[str]:
+    """Where requests that were run twice got other tokens, or other probabilities of them, from recorded steps."""
+    half = len(results) // 2
+    found = []
+    for index, (first, second) in enumerate(zip(results[:half], results[half:], strict=True)):
+        if first.token_ids != second.token_ids:
+            found.append(f"recorded steps give prompt {index} another text than the same steps unrecorded")
+        elif first.logprobs != second.logprobs:
+            found.append(f"recorded steps give the text of prompt {index} other probabilities than unrecorded ones")
+    return found
 
 
 def _watched(

@@ -194,6 +194,11 @@ class Engine:
         """Whether `step` has anything to do, or to return."""
         return bool(self._loop.requests or self._loop.deltas)
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether decode steps are recorded as CUDA graphs."""
+        return self._loop.is_recording
+
     def running_ids(self) -> tuple[str, ...]:
         """Ids of the requests that hold a slot."""
         return tuple(request.request_id for request in self._loop.requests.values() if request.slot is not None)

@@ -138,6 +138,11 @@ class EngineLoop:
         if settings.draft_length == "adaptive" and parts.num_draft_tokens > 0:  # else the first request waits for it
             self.drafting.planner.prepare()
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether decode steps are recorded."""
+        return self._steps.is_recording
+
     def _measure_costs(self) -> StepCosts:
         assert self.parts.proposer is not None, "asked for only where something drafts"
         count = num_trial_blocks(self.parts.tables, self.parts.proposer.num_draft_tokens)
