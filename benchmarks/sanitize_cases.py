@@ -20,7 +20,7 @@ from paceline.ops import attention_residual as residual
 from paceline.ops import causal_convolution as convolution
 from paceline.ops import delta_attention as delta
 from paceline.ops import grouped_convolution as grouped
-from paceline.ops.delta_commit import DeltaRecords, commit_delta_reference, commit_delta_triton
+from paceline.ops.delta_commit import CommitInto, DeltaRecords, commit_delta_reference, commit_delta_triton
 from paceline.ops.expert_products import expert_products_triton
 from paceline.ops.gated_activation import Activation, gated_activation_reference, gated_activation_triton
 from paceline.ops.gated_rms_norm import gated_rms_norm_reference, gated_rms_norm_triton
@@ -212,6 +212,10 @@ def _commits(device: torch.device) -> Iterator[Case]:
             both = (commit_delta_reference, commit_delta_triton)
             arguments = (states, histories, slots, part, counts)
             yield f"commit_delta, history {kept}, {dtype}", partial(compared, *both, arguments, 1e-6)
+            places = torch.tensor([1, 0, 3, -1], device=device)
+            store = (torch.full_like(states, torch.nan), torch.full_like(histories, torch.nan), places)
+            into = (*arguments, CommitInto(*store))
+            yield f"commit_delta, into a store, history {kept}, {dtype}", partial(compared, *both, into, 1e-6)
 
 
 def _experts(device: torch.device) -> Iterator[Case]:

@@ -332,7 +332,7 @@ class StepRunner:
         copies = batch.state_copies
         if copies is None and parts.snapshots is not None:
             none_B = torch.empty(0, dtype=torch.int64)
-            copies = StateCopies(parts.snapshots, (), none_B, parts.sizes.block_size)
+            copies = StateCopies(parts.snapshots, none_B, parts.sizes.block_size)
         body = _Body(parts, key, self._inputs[bucket], batch.stopper, copies)
         self._bodies[key] = body
         return body
@@ -377,7 +377,7 @@ class _Body:
                 inputs.is_adaptive_B.bool() if has_adaptive else None,
                 inputs.teaches_B.bool() if has_teaches else None,
             )
-        copies = None if self._copies is None else self._copies._replace(places=(), rows_B=inputs.copy_rows_B)
+        copies = None if self._copies is None else self._copies._replace(rows_B=inputs.copy_rows_B)
         batch = StepBatch(
             rows=rows,
             flags=key.flags,

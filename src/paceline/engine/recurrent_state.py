@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.checkpoint.kimi_contract import DeltaAttentionSettings
 from paceline.errors import CapacityError
-from paceline.ops.delta_commit import DeltaRecords, clear_slots, commit_delta
+from paceline.ops.delta_commit import CommitInto, DeltaRecords, clear_slots, commit_delta
 
 
 class StateRows(NamedTuple):
@@ -94,13 +94,11 @@ class StateCopies(NamedTuple):
 
     Attributes:
         rows: the store that the copies go to.
-        places: slot and row of those requests.
-        rows_B: int64, the same rows; -1 for all other requests.
+        rows_B: int64, each request's place in it, on the device; -1 for requests that leave nothing.
         block_size: distance of the boundaries.
     """
 
     rows: StateRows
-    places: tuple[tuple[int, int], ...]
     rows_B: Tensor
     block_size: int
 
@@ -188,12 +186,10 @@ class RecurrentState:
         """
         states, records = self.rows, self.records(slots_B.shape[0], num_rows)
         if copies is not None:
-            for slot, row in copies.places:
-                copies.rows.copy_from(states, slot, to=row)
             starts_B = self.ends_S[slots_B]
             boundary_B = (starts_B + counts_B) // copies.block_size * copies.block_size
             replayed_B = (boundary_B - starts_B).clamp(min=0)
-            commit_delta(*copies.rows, copies.rows_B, records, replayed_B)
+            commit_delta(*states, slots_B, records, replayed_B, into=CommitInto(*copies.rows, copies.rows_B))
         commit_delta(*states, slots_B, records, counts_B)
         self.ends_S[slots_B] += counts_B
 

@@ -121,19 +121,17 @@ class SlotStates:
         if self.store is None or self._kept is None:
             return batch
         rows, size = batch.rows, self._block_size
-        places: list[tuple[int, int]] = []
         row_of: dict[str, int] = {}
-        for request, slot, start in zip(requests, rows.slots, rows.starts, strict=True):
+        for request, start in zip(requests, rows.starts, strict=True):
             if (start + rows.num_rows) // size > request.num_cached // size:
                 row = self.store.pool.allocate()
                 if row is not None:
-                    places.append((slot, row))
                     row_of[request.request_id] = row
-        if not places:
+        if not row_of:
             return batch
         self._launched[number] = row_of
         rows_B = [row_of.get(request.request_id, -1) for request in requests]
-        copies = StateCopies(self._kept, tuple(places), torch.tensor(rows_B), size)
+        copies = StateCopies(self._kept, torch.tensor(rows_B), size)
         return replace(batch, state_copies=copies)
 
     def take_step(self, number: int, request: RunningRequest, start: int, step: HostStep) -> None:

@@ -8,11 +8,13 @@ once the verdict is known, the accepted ones are replayed, one after the other:
 
 The replay takes the operations of the pass in their order, so the state is that of plain decoding to the last bit. A
 request with nothing accepted keeps state and history. Records past a request's count are never read: they belong to
-refused drafts, to padding, or to another request of an earlier step.
+refused drafts, to padding, or to another request of an earlier step. The same replay can leave its result in another
+store (`CommitInto`) and the slot as it is: that is how a step keeps the state behind a position that it passes.
 
 The reference of rollback needs none of this: it keeps a state per row (`delta_snapshots`) and takes one of them.
 
-L layers, B requests, T rows, N heads, K key and V value channels, C convolved channels, S slots, H rows of history.
+L layers, B requests, T rows, N heads, K key and V value channels, C convolved channels, S slots, H rows of history, P
+places of another store.
 """
 
 from __future__ import annotations
@@ -73,10 +75,30 @@ class DeltaRecords(NamedTuple):
         return DeltaRecords(*(values[:, :num_requests, :num_rows] for values in self))
 
 
+class CommitInto(NamedTuple):
+    """Another store, of the same layers and sizes, and each request's place in it; below 0 for none."""
+
+    states_LPNKV: Tensor
+    histories_LPHC: Tensor
+    places_B: Tensor
+
+
 def commit_delta_reference(
-    states_LSNKV: Tensor, histories_LSHC: Tensor, slots_B: Tensor, records: DeltaRecords, counts_B: Tensor
+    states_LSNKV: Tensor,
+    histories_LSHC: Tensor,
+    slots_B: Tensor,
+    records: DeltaRecords,
+    counts_B: Tensor,
+    into: CommitInto | None = None,
 ) -> None:
     """The definition: one request and row at a time, all layers together."""
+    if into is not None:
+        is_wanted_B = (slots_B >= 0) & (into.places_B >= 0)
+        slots_W, places_W = slots_B[is_wanted_B], into.places_B[is_wanted_B]
+        into.states_LPNKV[:, places_W] = states_LSNKV[:, slots_W]
+        into.histories_LPHC[:, places_W] = histories_LSHC[:, slots_W]
+        states_LSNKV, histories_LSHC = into.states_LPNKV, into.histories_LPHC
+        slots_B = torch.where(is_wanted_B, into.places_B, -1)
     num_kept = histories_LSHC.shape[2]
     for request, (slot, count) in enumerate(zip(slots_B.tolist(), counts_B.tolist(), strict=True)):
         if slot < 0 or count == 0:
@@ -101,9 +123,26 @@ def replay_row(state: tl.tensor, k: tl.tensor, correction: tl.tensor, decay: tl.
 
 
 @kernel
+def _source_and_target(
+    slot_ptr: tl.tensor, place_ptr: tl.tensor, request: tl.tensor, count: tl.tensor, COPIES: tl.constexpr
+) -> tl.tensor:
+    """The places that a request's state is read from and written to, and whether that has to be done."""
+    source = tl.load(slot_ptr + request).to(tl.int64)
+    if COPIES:
+        target = tl.load(place_ptr + request).to(tl.int64)
+        is_wanted = (source >= 0) & (target >= 0)
+    else:
+        target = source
+        is_wanted = (source >= 0) & (count > 0)
+    return source, target, is_wanted
+
+
+@kernel
 def _replay_kernel(
     state_ptr: tl.tensor,
+    target_ptr: tl.tensor,
     slot_ptr: tl.tensor,
+    place_ptr: tl.tensor,
     count_ptr: tl.tensor,
     correction_ptr: tl.tensor,
     key_ptr: tl.tensor,
@@ -114,23 +153,27 @@ def _replay_kernel(
     value_size: tl.tensor,
     state_layer_stride: tl.tensor,
     state_slot_stride: tl.tensor,
+    target_layer_stride: tl.tensor,
+    target_place_stride: tl.tensor,
     correction_layer_stride: tl.tensor,
     correction_request_stride: tl.tensor,
     key_layer_stride: tl.tensor,
     key_request_stride: tl.tensor,
+    COPIES: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
 ) -> None:
     layer = (tl.program_id(0) // num_requests).to(tl.int64)
     request = (tl.program_id(0) % num_requests).to(tl.int64)
     head = tl.program_id(1)
-    slot, count = tl.load(slot_ptr + request).to(tl.int64), tl.load(count_ptr + request)
-    if (slot >= 0) & (count > 0):
+    count = tl.load(count_ptr + request)
+    slot, place, is_wanted = _source_and_target(slot_ptr, place_ptr, request, count, COPIES)
+    if is_wanted:
         k_at, v_at = tl.arange(0, KEYS), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
         is_key, is_value = k_at < key_size, v_at < value_size
         is_cell = is_key[:, None] & is_value[None, :]
-        state_at = state_ptr + layer * state_layer_stride + slot * state_slot_stride
-        state_at += (head * key_size + k_at[:, None]) * value_size + v_at[None, :]
+        cell_at = (head * key_size + k_at[:, None]) * value_size + v_at[None, :]
+        state_at = state_ptr + layer * state_layer_stride + slot * state_slot_stride + cell_at
         state = tl.load(state_at, mask=is_cell, other=0.0)
         correction_at = correction_ptr + layer * correction_layer_stride + request * correction_request_stride
         key_offset = layer * key_layer_stride + request * key_request_stride
@@ -140,21 +183,27 @@ def _replay_kernel(
             decay = tl.load(decay_ptr + key_offset + cell * key_size + k_at, mask=is_key, other=0.0)
             correction = tl.load(correction_at + cell * value_size + v_at, mask=is_value, other=0.0)
             state = replay_row(state, k, correction, decay)
-        tl.store(state_at, state, mask=is_cell)
+        target_at = target_ptr + layer * target_layer_stride + place * target_place_stride + cell_at
+        tl.store(target_at, state, mask=is_cell)
 
 
 @kernel
 def _shift_kernel(
     history_ptr: tl.tensor,
+    target_ptr: tl.tensor,
     slot_ptr: tl.tensor,
+    place_ptr: tl.tensor,
     count_ptr: tl.tensor,
     input_ptr: tl.tensor,
     num_requests: tl.tensor,
     num_channels: tl.tensor,
     history_layer_stride: tl.tensor,
     history_slot_stride: tl.tensor,
+    target_layer_stride: tl.tensor,
+    target_place_stride: tl.tensor,
     input_layer_stride: tl.tensor,
     input_request_stride: tl.tensor,
+    COPIES: tl.constexpr,
     KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -162,19 +211,26 @@ def _shift_kernel(
     request = (tl.program_id(0) % num_requests).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_channel = channel < num_channels
-    slot, count = tl.load(slot_ptr + request).to(tl.int64), tl.load(count_ptr + request)
-    if (slot >= 0) & (count > 0):
+    count = tl.load(count_ptr + request)
+    slot, place, is_wanted = _source_and_target(slot_ptr, place_ptr, request, count, COPIES)
+    if is_wanted:
+        target_at = target_ptr + layer * target_layer_stride + place * target_place_stride + channel
         history_at = history_ptr + layer * history_layer_stride + slot * history_slot_stride + channel
         input_at = input_ptr + layer * input_layer_stride + request * input_request_stride + channel
         for row in tl.static_range(KEPT):  # rows move towards the front, so none is overwritten before it was read
             source = count + row
             kept = tl.load(history_at + source * num_channels, mask=is_channel & (source < KEPT), other=0.0)
             came = tl.load(input_at + (source - KEPT) * num_channels, mask=is_channel & (source >= KEPT), other=0.0)
-            tl.store(history_at + row * num_channels, tl.where(source < KEPT, kept, came), mask=is_channel)
+            tl.store(target_at + row * num_channels, tl.where(source < KEPT, kept, came), mask=is_channel)
 
 
 def commit_delta_triton(
-    states_LSNKV: Tensor, histories_LSHC: Tensor, slots_B: Tensor, records: DeltaRecords, counts_B: Tensor
+    states_LSNKV: Tensor,
+    histories_LSHC: Tensor,
+    slots_B: Tensor,
+    records: DeltaRecords,
+    counts_B: Tensor,
+    into: CommitInto | None = None,
 ) -> None:
     """Launch one program per layer, request, head and run of value channels; and one for the histories."""
     num_layers, _, num_heads, key_size, value_size = states_LSNKV.shape
@@ -183,10 +239,15 @@ def commit_delta_triton(
     values = min(_VALUE_BLOCK, triton.next_power_of_2(value_size))
     block = min(_LARGEST_BLOCK, triton.next_power_of_2(num_channels))
     slots_B, counts_B = slots_B.contiguous(), counts_B.contiguous()
+    copies = into is not None
+    targets = (states_LSNKV, histories_LSHC, slots_B) if into is None else into
+    target_states, target_histories, places_B = targets[0], targets[1], targets[2].contiguous()
     with torch.cuda.device_of(states_LSNKV):
         _replay_kernel[num_layers * num_requests, num_heads, triton.cdiv(value_size, values)](
             states_LSNKV,
+            target_states,
             slots_B,
+            places_B,
             counts_B,
             records.correction_BTNV,
             records.key_BTNK,
@@ -197,10 +258,13 @@ def commit_delta_triton(
             value_size,
             states_LSNKV.stride(0),
             states_LSNKV.stride(1),
+            target_states.stride(0),
+            target_states.stride(1),
             records.correction_BTNV.stride(0),
             records.correction_BTNV.stride(1),
             records.key_BTNK.stride(0),
             records.key_BTNK.stride(1),
+            COPIES=copies,
             KEYS=triton.next_power_of_2(key_size),
             VALUES=values,
         )
@@ -208,24 +272,35 @@ def commit_delta_triton(
             return
         _shift_kernel[num_layers * num_requests, triton.cdiv(num_channels, block)](
             histories_LSHC,
+            target_histories,
             slots_B,
+            places_B,
             counts_B,
             records.inputs_BTC,
             num_requests,
             num_channels,
             histories_LSHC.stride(0),
             histories_LSHC.stride(1),
+            target_histories.stride(0),
+            target_histories.stride(1),
             records.inputs_BTC.stride(0),
             records.inputs_BTC.stride(1),
+            COPIES=copies,
             KEPT=num_kept,
             BLOCK=block,
         )
 
 
 def commit_delta(
-    states_LSNKV: Tensor, histories_LSHC: Tensor, slots_B: Tensor, records: DeltaRecords, counts_B: Tensor
+    states_LSNKV: Tensor,
+    histories_LSHC: Tensor,
+    slots_B: Tensor,
+    records: DeltaRecords,
+    counts_B: Tensor,
+    *,
+    into: CommitInto | None = None,
 ) -> None:
-    """Replay each request's accepted rows into its state and history, in place, for all layers.
+    """Replay each request's accepted rows into its state and history, for all layers, in place or into another store.
 
     Args:
         states_LSNKV: float32.
@@ -233,6 +308,8 @@ def commit_delta(
         slots_B: int64; a slot below 0 has nothing to keep. Several requests may share one only if nobody reads it.
         records: stacked, of the pass that was judged.
         counts_B: int64, 0 to T rows to keep. On a GPU the caller answers for the bounds: a check would wait for it.
+        into: where the states with these rows go, a copy for a count of 0; slots then stay as they are. No two
+            requests have one place. None changes the slots.
     Raises:
         ShapeError: the tensors do not fit each other.
     """
@@ -246,6 +323,13 @@ def commit_delta(
             raise ShapeError(f"records.{name}", expected=[*wanted, *shape], found=values.shape)
     if counts_B.shape != (num_requests,):
         raise ShapeError("counts", expected=[num_requests], found=counts_B.shape)
+    if into is not None:
+        for name, found, own in (("states", into.states_LPNKV, states_LSNKV), ("histories", into[1], histories_LSHC)):
+            if (found.shape[0], *found.shape[2:]) != (own.shape[0], *own.shape[2:]):
+                expected = f"any number of places of {[own.shape[0], *own.shape[2:]]}"
+                raise ShapeError(f"into.{name}", expected=expected, found=found.shape)
+        if into.places_B.shape != (num_requests,):
+            raise ShapeError("into.places", expected=[num_requests], found=into.places_B.shape)
     if num_requests == 0:
         return
     if counts_B.device.type == "cpu":
@@ -253,7 +337,7 @@ def commit_delta(
         smallest, largest = int(counts_B.min()), int(counts_B.max())
         assert smallest >= 0 and largest <= num_rows, f"counts {smallest} to {largest} of {num_rows} rows"
     run = choose("commit_delta", states_LSNKV, commit_delta_reference, commit_delta_triton)
-    run(states_LSNKV, histories_LSHC, slots_B, records, counts_B)
+    run(states_LSNKV, histories_LSHC, slots_B, records, counts_B, into)
 
 
 def commit_snapshots(states_SNKV: Tensor, slots_B: Tensor, snapshots_BTNKV: Tensor, counts_B: Tensor) -> None:

@@ -88,8 +88,8 @@ def keep_the_old_history(patch: pytest.MonkeyPatch) -> None:
 def commit_changed(patch: pytest.MonkeyPatch, change: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
     commit = recurrent_state.commit_delta
 
-    def changed(states: Any, histories: Any, slots: Any, records: Any, counts: torch.Tensor) -> None:
-        commit(states, histories, slots, records, change(counts, records.key_BTNK.shape[2]))
+    def changed(states: Any, histories: Any, slots: Any, records: Any, counts: torch.Tensor, **into: Any) -> None:
+        commit(states, histories, slots, records, change(counts, records.key_BTNK.shape[2]), **into)
 
     patch.setattr(recurrent_state, "commit_delta", changed)
 

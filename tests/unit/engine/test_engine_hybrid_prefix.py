@@ -282,8 +282,9 @@ def keep_every_row_of_a_step(patch: pytest.MonkeyPatch) -> None:
 
     def whole(self: RecurrentState, slots_B: torch.Tensor, counts_B: torch.Tensor, num_rows: int, copies: Any) -> None:
         commit(self, slots_B, counts_B, num_rows, None)
-        for slot, row in copies.places if copies is not None else ():
-            copies.rows.copy_from(self.rows, slot, to=row)
+        for slot, row in zip(slots_B.tolist(), [] if copies is None else copies.rows_B.tolist(), strict=False):
+            if row >= 0:
+                copies.rows.copy_from(self.rows, slot, to=row)
 
     patch.setattr(RecurrentState, "commit", whole)
 

@@ -20,6 +20,7 @@ from paceline.ops.delta_attention import (
     verify_delta_triton,
 )
 from paceline.ops.delta_commit import (
+    CommitInto,
     DeltaRecords,
     clear_slots,
     commit_delta,
@@ -236,7 +237,9 @@ def test_clearing_replaces_and_does_not_multiply() -> None:
 def test_a_fold_in_another_order_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The closed form with summed decays, planted: right to rounding, and not the state of plain decoding."""
 
-    def fold(states: Tensor, histories: Tensor, slots: Tensor, records: DeltaRecords, counts: Tensor) -> None:
+    def fold(
+        states: Tensor, histories: Tensor, slots: Tensor, records: DeltaRecords, counts: Tensor, _into: object
+    ) -> None:
         for request, (slot, count) in enumerate(zip(slots.tolist(), counts.tolist(), strict=True)):
             decay = torch.ones(NUM_LAYERS, HEADS, KEYS)
             total = torch.zeros_like(states[:, slot])
@@ -307,6 +310,45 @@ def test_the_kernels_agree_with_the_reference(
     torch.testing.assert_close(found[0].cpu(), states, rtol=1e-6, atol=1e-6)
     assert torch.equal(found[1].cpu(), histories), "copies have no rounding"
     assert torch.equal(found[0].cpu()[:, [0, 1, 3, 5]], before[:, [0, 1, 3, 5]])
+
+
+def replay_case(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, DeltaRecords, Tensor]:
+    records = DeltaRecords.allocate(2, 5, 3, 2, 3, 5, num_channels=9, dtype=dtype, device=torch.device("cpu"))
+    for field in records:
+        field.normal_()
+    states, histories = torch.randn(2, 6, 2, 3, 5), torch.randn(2, 6, 3, 9).to(dtype)
+    return states, histories, torch.tensor([2, 0, -1, 4, 5]), records, torch.tensor([3, 0, 2, 1, 2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_replay_into_a_store_leaves_the_slots_alone(kernel_device: torch.device, dtype: torch.dtype) -> None:
+    """A count of 0 is a copy; a request without a place, or without a slot, leaves nothing."""
+    states, histories, slots, records, counts = replay_case(dtype)
+    places = torch.tensor([3, 1, 0, -1, 2])
+    here = [part.to(kernel_device) for part in (states, histories, slots)]
+    there = DeltaRecords(*(field.to(kernel_device) for field in records))
+    store = [torch.full_like(part[:, :5], torch.nan) for part in here[:2]]
+    into = CommitInto(*store, places.to(kernel_device))
+    commit_delta_triton(*here, there, counts.to(kernel_device), into)
+    assert torch.equal(here[0].cpu(), states) and torch.equal(here[1].cpu(), histories)
+    wanted = CommitInto(*(torch.full_like(part[:, :5], torch.nan) for part in (states, histories)), places)
+    commit_delta(states, histories, slots, records, counts, into=wanted)
+    commit_delta_reference(states, histories, slots, records, counts)
+    for found, expected, committed in zip(store, wanted, (states, histories), strict=False):
+        torch.testing.assert_close(found.cpu(), expected, rtol=1e-6, atol=1e-6, equal_nan=True)
+        assert torch.equal(expected[:, [3, 1, 2]], committed[:, [2, 0, 5]])
+        assert bool(expected[:, [0, 4]].isnan().all()), "no place, no slot"
+
+
+def test_a_store_that_does_not_fit_is_refused() -> None:
+    states, histories, slots, records, counts = replay_case(torch.float32)
+    for into, name in (
+        (CommitInto(states[:, :, :1], histories, slots), "into.states"),
+        (CommitInto(states, histories[:1], slots), "into.histories"),
+        (CommitInto(states, histories, slots[:1]), "into.places"),
+    ):
+        with pytest.raises(ShapeError, match=name):
+            commit_delta(states, histories, slots, records, counts, into=into)
 
 
 def test_the_kernels_replay_what_their_pass_did(kernel_device: torch.device) -> None:
