@@ -25,6 +25,8 @@ from paceline.ops.expert_products import expert_products_triton
 from paceline.ops.gated_activation import Activation, gated_activation_reference, gated_activation_triton
 from paceline.ops.gated_rms_norm import gated_rms_norm_reference, gated_rms_norm_triton
 from paceline.ops.mixture_of_experts import ExpertWeights, expert_products_grouped
+from paceline.ops.paged_attention import paged_attention_reference
+from paceline.ops.paged_attention_kernel import paged_attention_triton
 from paceline.ops.paged_latent_attention import paged_latent_attention_reference, paged_latent_attention_triton
 
 Found = list[tuple[str, float, float]]  # what was compared, its error, what is allowed
@@ -38,8 +40,10 @@ def make_cases(device: torch.device) -> Iterator[Case]:
     torch.manual_seed(0)
     for case in benchmark_cases([TINY], [2], device):
         yield case.operation, partial(_of_benchmark, case.errors)
-    for make in (_gradients, _activations, _norms, _mixtures, _convolutions, _delta, _commits, _experts, _latent):
+    for make in (_gradients, _activations, _norms, _mixtures, _convolutions, _delta, _commits, _experts):
         yield from make(device)
+    yield from _latent(device)
+    yield from _paged(device)
 
 
 def dtypes(device: torch.device, *, multiplies: bool = False) -> list[tuple[torch.dtype, float]]:
@@ -259,4 +263,30 @@ def _latent(device: torch.device) -> Iterator[Case]:
             yield (
                 f"paged_latent_attention, {parts} parts, {dtype}",
                 partial(compared, paged_latent_attention_reference, launch, arguments, allowed),
+            )
+
+
+def _paged(device: torch.device) -> Iterator[Case]:
+    for dtype, allowed in dtypes(device, multiplies=True):
+        for num_parts, has_tail, window in ((1, False, None), (4, False, 20), (4, True, None)):
+            num_rows, starts = 3, torch.tensor([61, 5], device=device)
+            planes = torch.full((2, 2, 9, 16, 24), torch.nan, device=device, dtype=dtype)
+            table = torch.zeros(3, 4, dtype=torch.int32, device=device)
+            table[0], table[2, 0] = torch.tensor([4, 1, 7, 2], device=device), 5
+            for block, start in ((4, 0), (1, 16), (7, 32), (2, 48), (5, 0)):
+                last = 8 if block == 5 else 64
+                kept = min(16, last - start - (num_rows if has_tail else 0))
+                planes[:, :, block, :kept] = _random(device, 2, 2, kept, 24, dtype=dtype)
+            tail = _random(device, 2, 2, 1, 2 * num_rows, 24, dtype=dtype) if has_tail else None
+            q = _random(device, 2, num_rows, 6, 24, dtype=dtype)
+            sinks = _random(device, 6) if has_tail else None
+            slots = torch.tensor([0, 2], device=device)
+            arguments = (q, planes, table, slots, starts, tail, None, window, False, sinks, 0.2)
+
+            def launch(*arguments: Any, num_parts: int = num_parts) -> Tensor:
+                return paged_attention_triton(*arguments, num_parts=num_parts, least_pages=1)
+
+            yield (
+                f"paged_attention, {num_parts} parts, {'tail' if has_tail else 'no tail'}, {dtype}",
+                partial(compared, paged_attention_reference, launch, arguments, allowed),
             )

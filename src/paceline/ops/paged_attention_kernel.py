@@ -25,7 +25,7 @@ _MOST_SUMS = 128 * 128  # of a tile, in registers; a quarter of them where produ
 _WANTED_PROGRAMS = 256  # two on each of 132 multiprocessors, nearly
 _MOST_PARTS = 32
 _MOST_JOINED = 2**11  # rows that the last to arrive reads: parts * rows of a tile
-_LEAST_PAGES = 4  # of a part: fewer take less time than to hand over sums
+LEAST_PAGES = 4  # of a part: fewer take less time than to hand over sums
 _SHARED_BYTES = 96 * 1024  # for keys and values on their way: with more, a multiprocessor has room for one program
 _MOST_STAGES = 4
 _NO_WINDOW = 2**30
@@ -54,6 +54,7 @@ def _paged_attention_kernel(
     q_row_stride: tl.tensor,
     q_head_stride: tl.tensor,
     window: tl.tensor,
+    least_pages: tl.tensor,
     scale: tl.tensor,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -61,8 +62,7 @@ def _paged_attention_kernel(
     CHANNELS: tl.constexpr,
     PAGE: tl.constexpr,
     QUERIES: tl.constexpr,
-    PARTS: tl.constexpr,
-    LEAST_PAGES: tl.constexpr,
+    IS_SHARED: tl.constexpr,
     HAS_TAIL: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     HAS_FIRSTS: tl.constexpr,
@@ -92,7 +92,7 @@ def _paged_attention_kernel(
     num_pages = num_cached
     if HAS_TAIL:
         num_pages += tl.cdiv(num_rows, PAGE)
-    pages_per_part = tl.maximum(tl.cdiv(num_pages, PARTS), LEAST_PAGES)
+    pages_per_part = tl.maximum(tl.cdiv(num_pages, tl.num_programs(2)), least_pages)
     num_active = tl.cdiv(num_pages, pages_per_part)
     if part >= num_active:
         return
@@ -161,14 +161,13 @@ def _paged_attention_kernel(
 
     is_last = True
     is_cell = is_query[:, None] & is_channel[None, :]
-    if PARTS > 1:
+    if IS_SHARED:
         group = tl.program_id(1) * tl.num_programs(0) + tile
-        num_groups = (tl.num_programs(1) * tl.num_programs(0)).to(tl.int64)
+        num_shares = (tl.num_programs(1) * tl.num_programs(0)).to(tl.int64) * tl.num_programs(2)
         if num_active > 1:
-            first_row = group.to(tl.int64) * (PARTS * QUERIES)
-            of_row = first_row + tl.arange(0, QUERIES)
-            statistics = sums_ptr + num_groups * (PARTS * QUERIES * HEAD)
-            totals = statistics + num_groups * (PARTS * QUERIES)
+            of_row = group.to(tl.int64) * tl.num_programs(2) * QUERIES + tl.arange(0, QUERIES)
+            statistics = sums_ptr + num_shares * (QUERIES * HEAD)
+            totals = statistics + num_shares * QUERIES
             sums_at = sums_ptr + of_row[:, None] * HEAD + channel[None, :]
             tl.store(sums_at + part * (QUERIES * HEAD), mixed, mask=is_cell)
             tl.store(statistics + of_row + part * QUERIES, largest, mask=is_query)
@@ -216,7 +215,7 @@ def paged_attention_triton(
     sink_N: Tensor | None,
     scale: float,
     num_parts: int | None = None,
-    least_pages: int = _LEAST_PAGES,
+    least_pages: int = LEAST_PAGES,
 ) -> Tensor:
     """Launch the kernel; grid and parts follow from shapes alone.
 
@@ -261,6 +260,7 @@ def paged_attention_triton(
             table.shape[1],
             *q_BTNH.stride()[:3],
             _NO_WINDOW if window is None else min(window, _NO_WINDOW),
+            least_pages,
             scale * math.log2(math.e),
             KV_HEADS=num_kv_heads,
             GROUP=group,
@@ -268,8 +268,7 @@ def paged_attention_triton(
             CHANNELS=channels,
             PAGE=page_size,
             QUERIES=queries,
-            PARTS=num_parts,
-            LEAST_PAGES=least_pages,
+            IS_SHARED=num_parts > 1,
             HAS_TAIL=tail is not None,
             IS_CAUSAL=is_causal,
             HAS_FIRSTS=firsts_B is not None,
@@ -293,7 +292,7 @@ def query_tile(num_query_rows: int, channels: int) -> int:
     return int(min(fitting, max(_FEWEST, triton.next_power_of_2(num_query_rows))))
 
 
-def choose_parts(num_tiled: int, most_pages: int, queries: int, least_pages: int = _LEAST_PAGES) -> int:
+def choose_parts(num_tiled: int, most_pages: int, queries: int, least_pages: int = LEAST_PAGES) -> int:
     """How many programs may share a context: the fewest, by powers of two, that fill a GPU.
 
     Args:
