@@ -21,15 +21,12 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.command_line import run, say
 from benchmarks.results import ROOT, text_table
 
 from paceline.errors import EXIT_CHECK_SAYS_NO, EXIT_DONE, ConfigError
-
-if TYPE_CHECKING:
-    import torch
 
 OPERATIONS = ROOT / "src" / "paceline" / "ops"
 
@@ -170,19 +167,6 @@ def _is_mark(decorator: ast.expr) -> bool:
     if isinstance(decorator, ast.Call):
         decorator = decorator.func
     return isinstance(decorator, ast.Name) and decorator.id == "kernel"
-
-
-def max_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """|found - expected| / |expected|; infinite where NaN, infinity, integers, shape or dtype differ."""
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return float("inf")
-    if not found.is_floating_point():
-        return 0.0 if bool((found == expected).all()) else float("inf")
-    is_number = expected.isfinite()
-    if not bool((found.isfinite() == is_number).all()):
-        return float("inf")
-    wide, wanted = found[is_number].double(), expected[is_number].double()
-    return float((wide - wanted).norm() / wanted.norm().clamp(min=1e-30)) if wanted.numel() else 0.0
 
 
 if __name__ == "__main__":

@@ -1,8 +1,4 @@
-"""The cases of `sanitize`: small inputs with odd sizes, unused rows full of NaN, and slots of nobody.
-
-Both the definition and the kernel get copies of their own, each tensor with the strides it has and no memory beside its
-cells, so that a read past an end leaves the allocation. What they return and what they change is compared.
-"""
+"""The cases of `sanitize`: small inputs with odd sizes, unused rows full of NaN, and slots of nobody."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from typing import Any
 import torch
 from benchmarks.kernel_cases import TINY
 from benchmarks.kernel_cases import make_cases as benchmark_cases
-from benchmarks.sanitize import max_error
+from benchmarks.sanitize_comparing import WIDE, Case, Found, compared, dtypes, random
 from torch import Tensor
 
 from paceline.ops import attention_residual as residual
@@ -25,13 +21,8 @@ from paceline.ops.expert_products import expert_products_triton
 from paceline.ops.gated_activation import Activation, gated_activation_reference, gated_activation_triton
 from paceline.ops.gated_rms_norm import gated_rms_norm_reference, gated_rms_norm_triton
 from paceline.ops.mixture_of_experts import ExpertWeights, expert_products_grouped
-from paceline.ops.paged_attention import paged_attention_reference
-from paceline.ops.paged_attention_kernel import paged_attention_triton
 from paceline.ops.paged_latent_attention import paged_latent_attention_reference, paged_latent_attention_triton
 
-Found = list[tuple[str, float, float]]  # what was compared, its error, what is allowed
-Case = tuple[str, Callable[[], Found]]
-WIDE, EXACT = 2e-5, 0.0  # float32 sums in another order; copies and integers
 SITU = Activation("situ", 4.0, 25.0)
 
 
@@ -40,55 +31,25 @@ def make_cases(device: torch.device) -> Iterator[Case]:
     torch.manual_seed(0)
     for case in benchmark_cases([TINY], [2], device):
         yield case.operation, partial(_of_benchmark, case.errors)
-    for make in (_gradients, _activations, _norms, _mixtures, _convolutions, _delta, _commits, _experts):
+    from benchmarks.sanitize_layers import layer_cases
+
+    for make in (
+        layer_cases,
+        _gradients,
+        _activations,
+        _norms,
+        _mixtures,
+        _convolutions,
+        _delta,
+        _commits,
+        _experts,
+        _latent,
+    ):
         yield from make(device)
-    yield from _latent(device)
-    yield from _paged(device)
-
-
-def dtypes(device: torch.device, *, multiplies: bool = False) -> list[tuple[torch.dtype, float]]:
-    """Dtypes and what is allowed in them; the interpreter multiplies matrices of bf16 as if they were integers."""
-    narrow = torch.float16 if multiplies and device.type == "cpu" else torch.bfloat16
-    return [(torch.float32, WIDE), (narrow, 1e-2)]
-
-
-def compared(
-    reference: Callable[..., object], kernel: Callable[..., object], arguments: tuple[object, ...], allowed: float
-) -> Found:
-    """Run both on copies of their own, and compare results and changed arguments."""
-    given = [_copied(arguments), _copied(arguments)]
-    expected, found = (run(*own) for run, own in zip((reference, kernel), given, strict=True))
-    pairs = [(expected, found), (given[0], given[1])]
-    errors = [max_error(theirs, ours) for pair in pairs for ours, theirs in zip(*map(_tensors, pair), strict=True)]
-    return [("", max(errors), allowed)]
-
-
-def _copied(value: Any) -> Any:
-    """The same structure with tensors of the same strides in memory of their own."""
-    if isinstance(value, Tensor):
-        with torch.no_grad():
-            own = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-            return own.copy_(value)
-    if isinstance(value, tuple):
-        parts = [_copied(part) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    return value
-
-
-def _tensors(value: object) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from _tensors(part)
 
 
 def _of_benchmark(errors: Callable[[], list[tuple[float, float]]]) -> Found:
     return [(f"variant {index}", *pair) for index, pair in enumerate(errors())]
-
-
-def _random(device: torch.device, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, device=device).to(dtype)
 
 
 def _gradients(device: torch.device) -> Iterator[Case]:
@@ -104,7 +65,7 @@ def _gradients(device: torch.device) -> Iterator[Case]:
         return tuple(gradients)
 
     sizes = ((rows, width), (taps, width), (rows, taps, groups), (rows, width))
-    x, base, change, dy = (_random(device, *size) for size in sizes)
+    x, base, change, dy = (random(device, *size) for size in sizes)
     arguments = (x, base, change, offset, dy)
     yield (
         "grouped_convolution, gradients",
@@ -114,7 +75,7 @@ def _gradients(device: torch.device) -> Iterator[Case]:
 
 def _activations(device: torch.device) -> Iterator[Case]:
     for dtype, allowed in dtypes(device):
-        joint = _random(device, 3, 2, 26, dtype=dtype)
+        joint = random(device, 3, 2, 26, dtype=dtype)
         gate, up = joint.split(13, dim=-1)
         for activation in (Activation("silu"), Activation("situ", 4.0), SITU):
             both = (gated_activation_reference, gated_activation_triton)
@@ -126,19 +87,19 @@ def _activations(device: torch.device) -> Iterator[Case]:
 
 def _norms(device: torch.device) -> Iterator[Case]:
     for dtype, allowed in dtypes(device):
-        x, weight = _random(device, 5, 3, 10), _random(device, 10)
-        gate = _random(device, 5, 3, 21, dtype=dtype)[..., :10]
+        x, weight = random(device, 5, 3, 10), random(device, 10)
+        gate = random(device, 5, 3, 21, dtype=dtype)[..., :10]
         both = (gated_rms_norm_reference, gated_rms_norm_triton)
         yield f"gated_rms_norm, {dtype}", partial(compared, *both, (x, gate, weight, 1e-5), allowed)
 
 
 def _mixtures(device: torch.device) -> Iterator[Case]:
     for dtype, allowed in dtypes(device):
-        prefix, change = _random(device, 4, 20, dtype=dtype), _random(device, 4, 20, dtype=dtype)
-        bank = _random(device, 4, 3, 20, dtype=dtype)
+        prefix, change = random(device, 4, 20, dtype=dtype), random(device, 4, 20, dtype=dtype)
+        bank = random(device, 4, 3, 20, dtype=dtype)
         bank[:, 2] = torch.nan  # was never written
-        norm = residual.OutputNorm(_random(device, 20), 1e-5)
-        score = _random(device, 20)
+        norm = residual.OutputNorm(random(device, 20), 1e-5)
+        score = random(device, 20)
         both = (residual.attention_residual_reference, residual.attention_residual_triton)
         for name, more in (
             ("plain", (None, None, None)),
@@ -153,8 +114,8 @@ def _mixtures(device: torch.device) -> Iterator[Case]:
 
 def _convolutions(device: torch.device) -> Iterator[Case]:
     for dtype, allowed in dtypes(device):
-        x = _random(device, 3, 5, 40, dtype=dtype)[..., :21]
-        weight, histories = _random(device, 21, 4), _random(device, 6, 3, 21, dtype=dtype)
+        x = random(device, 3, 5, 40, dtype=dtype)[..., :21]
+        weight, histories = random(device, 21, 4), random(device, 6, 3, 21, dtype=dtype)
         histories[5] = torch.nan
         both = (convolution.causal_convolution_reference, convolution.causal_convolution_triton)
         slots = torch.tensor([4, -1, 0], device=device)
@@ -164,10 +125,10 @@ def _convolutions(device: torch.device) -> Iterator[Case]:
 
 def _delta_inputs(device: torch.device, dtype: torch.dtype, batch: int, rows: int) -> delta.DeltaInputs:
     heads, keys, values = 2, 5, 7
-    joint = _random(device, batch, rows, heads * (2 * keys + values), dtype=dtype)
+    joint = random(device, batch, rows, heads * (2 * keys + values), dtype=dtype)
     q, k, v = joint.split((heads * keys, heads * keys, heads * values), dim=-1)
-    f = _random(device, batch, rows, heads, keys, dtype=dtype)
-    b = _random(device, batch, rows, heads, dtype=dtype)
+    f = random(device, batch, rows, heads, keys, dtype=dtype)
+    b = random(device, batch, rows, heads, dtype=dtype)
     split = (heads, -1)
     return delta.DeltaInputs(q.unflatten(-1, split), k.unflatten(-1, split), v.unflatten(-1, split), f, b)
 
@@ -176,8 +137,8 @@ def _delta(device: torch.device) -> Iterator[Case]:
     slots = torch.tensor([3, -1, 0], device=device)
     for dtype, allowed in dtypes(device):
         for lower_bound in (None,) if dtype == torch.float32 else (-5.0,):
-            gate = delta.DeltaGate(_random(device, 2) * 0.5, _random(device, 2, 5) * 0.5, lower_bound)
-            inputs, states = _delta_inputs(device, dtype, 3, 4), _random(device, 5, 2, 5, 7)
+            gate = delta.DeltaGate(random(device, 2) * 0.5, random(device, 2, 5) * 0.5, lower_bound)
+            inputs, states = _delta_inputs(device, dtype, 3, 4), random(device, 5, 2, 5, 7)
             states[1] = torch.nan
             records = DeltaRecords.allocate(1, 3, 4, 2, 5, 7, num_channels=2, dtype=dtype, device=device).layer(0)
             name = f"{'bounded' if lower_bound else 'unbounded'}, {dtype}"
@@ -188,7 +149,7 @@ def _delta(device: torch.device) -> Iterator[Case]:
             )
             prompt = (delta.delta_attention_reference, delta.delta_attention_triton)
             lengths = torch.tensor([4, 0, 2], device=device)
-            own = _random(device, 3, 2, 5, 7)
+            own = random(device, 3, 2, 5, 7)
             yield (
                 f"delta, prompt, {name}",
                 partial(compared, *prompt, (inputs, gate, own, lengths, "recurrent"), allowed),
@@ -211,8 +172,8 @@ def _commits(device: torch.device) -> Iterator[Case]:
             for request, count in enumerate(counts.tolist()):
                 for field in part:
                     field[:, request, count:] = torch.nan  # refused drafts
-            states = _random(device, layers, 6, heads, keys, values)
-            histories = _random(device, layers, 6, kept, channels, dtype=dtype)
+            states = random(device, layers, 6, heads, keys, values)
+            histories = random(device, layers, 6, kept, channels, dtype=dtype)
             both = (commit_delta_reference, commit_delta_triton)
             arguments = (states, histories, slots, part, counts)
             yield f"commit_delta, history {kept}, {dtype}", partial(compared, *both, arguments, 1e-6)
@@ -229,11 +190,11 @@ def _experts(device: torch.device) -> Iterator[Case]:
     for dtype, allowed in dtypes(device, multiplies=True):
         for rows, experts, chosen in ((7, 4, 2), (40, 1, 1)):
             width, inside = 24, 70
-            gate_up = (_random(device, experts, 2 * inside, width) / width**0.5).to(dtype)
-            down = (_random(device, experts, width, inside) / inside**0.5).to(dtype)
+            gate_up = (random(device, experts, 2 * inside, width) / width**0.5).to(dtype)
+            down = (random(device, experts, width, inside) / inside**0.5).to(dtype)
             ids = torch.rand(rows, experts, device=device).argsort(dim=1)[:, :chosen]
             ids[0, 0], ids[-1, -1] = -1, experts  # held by other ranks
-            x = _random(device, rows, width, dtype=dtype)
+            x = random(device, rows, width, dtype=dtype)
             arguments = (x, ids, gate_up, down, SITU)
             yield (
                 f"expert_products, {rows} rows, {dtype}",
@@ -252,8 +213,8 @@ def _latent(device: torch.device) -> Iterator[Case]:
             for index in range(-(-(start + 3) // block_size)):
                 block = 1 + int(order[5 * request + index])
                 table[request, index] = block
-                planes[block] = _random(device, block_size, 1, width, dtype=dtype)
-        q = _random(device, 3, 3, 2, width, dtype=dtype)
+                planes[block] = random(device, block_size, 1, width, dtype=dtype)
+        q = random(device, 3, 3, 2, width, dtype=dtype)
         for parts in (1, 4):
 
             def launch(*arguments: Any, num_parts: int = parts) -> Tensor:
@@ -263,30 +224,4 @@ def _latent(device: torch.device) -> Iterator[Case]:
             yield (
                 f"paged_latent_attention, {parts} parts, {dtype}",
                 partial(compared, paged_latent_attention_reference, launch, arguments, allowed),
-            )
-
-
-def _paged(device: torch.device) -> Iterator[Case]:
-    for dtype, allowed in dtypes(device, multiplies=True):
-        for num_parts, has_tail, window in ((1, False, None), (4, False, 20), (4, True, None)):
-            num_rows, starts = 3, torch.tensor([61, 5], device=device)
-            planes = torch.full((2, 2, 9, 16, 24), torch.nan, device=device, dtype=dtype)
-            table = torch.zeros(3, 4, dtype=torch.int32, device=device)
-            table[0], table[2, 0] = torch.tensor([4, 1, 7, 2], device=device), 5
-            for block, start in ((4, 0), (1, 16), (7, 32), (2, 48), (5, 0)):
-                last = 8 if block == 5 else 64
-                kept = min(16, last - start - (num_rows if has_tail else 0))
-                planes[:, :, block, :kept] = _random(device, 2, 2, kept, 24, dtype=dtype)
-            tail = _random(device, 2, 2, 1, 2 * num_rows, 24, dtype=dtype) if has_tail else None
-            q = _random(device, 2, num_rows, 6, 24, dtype=dtype)
-            sinks = _random(device, 6) if has_tail else None
-            slots = torch.tensor([0, 2], device=device)
-            arguments = (q, planes, table, slots, starts, tail, None, window, False, sinks, 0.2)
-
-            def launch(*arguments: Any, num_parts: int = num_parts) -> Tensor:
-                return paged_attention_triton(*arguments, num_parts=num_parts, least_pages=1)
-
-            yield (
-                f"paged_attention, {num_parts} parts, {'tail' if has_tail else 'no tail'}, {dtype}",
-                partial(compared, paged_attention_reference, launch, arguments, allowed),
             )

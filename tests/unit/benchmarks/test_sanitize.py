@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks import sanitize, sanitize_cases
-from benchmarks.sanitize_cases import Case
+from benchmarks.sanitize_comparing import Case, max_error
 from tests.unit.ops.conftest import let_the_interpreter_count
 from torch import Tensor
 
@@ -102,9 +102,9 @@ def test_entry_kernels_are_those_that_no_kernel_calls(tmp_path: Path) -> None:
 
 def test_errors_see_nan_integers_and_shapes() -> None:
     x = torch.tensor([1.0, torch.nan])
-    assert sanitize.max_error(x, x) == 0.0
-    assert sanitize.max_error(torch.tensor([1.0, 2.0]), x) == float("inf")
-    assert sanitize.max_error(x, torch.tensor([1.0, 2.0])) == float("inf")
-    assert sanitize.max_error(torch.tensor([1]), torch.tensor([2])) == float("inf")
-    assert sanitize.max_error(x[:1], x) == float("inf")
-    assert sanitize.max_error(x.double(), x) == float("inf")
+    assert max_error(x, x) == 0.0
+    assert max_error(torch.tensor([1.0, 2.0]), x) == float("inf")
+    assert max_error(x, torch.tensor([1.0, 2.0])) == float("inf")
+    assert max_error(torch.tensor([1]), torch.tensor([2])) == float("inf")
+    assert max_error(x[:1], x) == float("inf")
+    assert max_error(x.double(), x) == float("inf")

@@ -1,0 +1,150 @@
+"""Cases of `sanitize` for decoder layers: attention over blocks, and products with what stands around them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from benchmarks.sanitize_comparing import Case, compared, dtypes, random
+from torch import Tensor
+
+from paceline.ops.linear_gated import linear_gated_reference, linear_gated_triton
+from paceline.ops.linear_residual import linear_residual_reference, linear_residual_triton
+from paceline.ops.paged_attention import paged_attention_reference
+from paceline.ops.paged_attention_kernel import paged_attention_triton
+from paceline.ops.project_heads import Cells, HeadForm, Turned, project_heads_reference, project_heads_triton
+from paceline.ops.rotary import rotary_table
+from paceline.ops.skinny_product import Tile
+
+_EPS = 1e-5
+_TILES = (Tile(32, 32, 1), Tile(32, 32, 3))
+
+
+def layer_cases(device: torch.device) -> Iterator[Case]:
+    """All cases of layers."""
+    for make in (_attention, _paged, _residuals, _gates, _heads):
+        yield from make(device)
+
+
+def _attention(device: torch.device) -> Iterator[Case]:
+    """Blocks of 16 in any order, those of nobody full of NaN; one request at its beginning, one in the trash slot."""
+    page, num_heads, num_kv_heads, size, rows = 16, 6, 2, 24, 3
+    slots, starts = torch.tensor([2, 0, 3], device=device), torch.tensor([70, 0, 0], device=device)
+    firsts = torch.tensor([9, 0, 0], device=device)
+    for dtype, allowed in dtypes(device, multiplies=True):
+        planes = torch.full((2, num_kv_heads, 9, page, size), torch.nan, dtype=dtype, device=device)
+        table = torch.zeros(4, 6, dtype=torch.int32, device=device)
+        table[2, :5] = torch.tensor([7, 2, 5, 3, 4], device=device)
+        table[0, 0] = 6
+        for block in (0, 2, 3, 4, 5, 6, 7):  # 0 is the trash slot's
+            planes[:, :, block] = random(device, 2, num_kv_heads, page, size, dtype=dtype)
+        q = random(device, 3, rows, num_heads, size, dtype=dtype)
+        tail = random(device, 2, num_kv_heads, 1, 3 * rows, size, dtype=dtype)
+        sink = random(device, num_heads)
+        forms: dict[str, tuple[Any, ...]] = {
+            "causal": (None, None, None, True, None),
+            "tail and sink": (tail, None, None, False, sink),
+            "window behind firsts": (tail, firsts, 21, True, None),
+        }
+        for name, form in forms.items():
+            for parts in (1, 4):
+                launch = partial(paged_attention_triton, num_parts=parts, least_pages=1)
+                arguments = (q, planes, table, slots, starts, *form, size**-0.5)
+                yield (
+                    f"paged_attention, {name}, {parts} parts, {dtype}",
+                    partial(compared, paged_attention_reference, launch, arguments, allowed),
+                )
+
+
+def _paged(device: torch.device) -> Iterator[Case]:
+    for dtype, allowed in dtypes(device, multiplies=True):
+        for num_parts, has_tail, window in ((1, False, None), (4, False, 20), (4, True, None)):
+            num_rows, starts = 3, torch.tensor([61, 5], device=device)
+            planes = torch.full((2, 2, 9, 16, 24), torch.nan, device=device, dtype=dtype)
+            table = torch.zeros(3, 4, dtype=torch.int32, device=device)
+            table[0], table[2, 0] = torch.tensor([4, 1, 7, 2], device=device), 5
+            for block, start in ((4, 0), (1, 16), (7, 32), (2, 48), (5, 0)):
+                last = 8 if block == 5 else 64
+                kept = min(16, last - start - (num_rows if has_tail else 0))
+                planes[:, :, block, :kept] = random(device, 2, 2, kept, 24, dtype=dtype)
+            tail = random(device, 2, 2, 1, 2 * num_rows, 24, dtype=dtype) if has_tail else None
+            q = random(device, 2, num_rows, 6, 24, dtype=dtype)
+            sinks = random(device, 6) if has_tail else None
+            slots = torch.tensor([0, 2], device=device)
+            arguments = (q, planes, table, slots, starts, tail, None, window, False, sinks, 0.2)
+
+            def launch(*arguments: Any, num_parts: int = num_parts) -> Tensor:
+                return paged_attention_triton(*arguments, num_parts=num_parts, least_pages=1)
+
+            yield (
+                f"paged_attention, {num_parts} parts, {'tail' if has_tail else 'no tail'}, {dtype}",
+                partial(compared, paged_attention_reference, launch, arguments, allowed),
+            )
+
+
+def _residuals(device: torch.device) -> Iterator[Case]:
+    width, num_outputs, rows = 72, 70, 5
+    for dtype, allowed in dtypes(device, multiplies=True):
+        x, weight = random(device, rows, width, dtype=dtype), random(device, num_outputs, width) / width**0.5
+        bias, residual = random(device, num_outputs, dtype=dtype), random(device, rows, num_outputs, dtype=dtype)
+        forms = {"residual": (bias, residual, None, 0.0), "norm": (None, None, random(device, width), _EPS)}
+        for name, form in forms.items():
+            for tile in _TILES:
+                yield (
+                    f"linear_residual, {name}, {tile.parts} parts, {dtype}",
+                    partial(
+                        compared,
+                        linear_residual_reference,
+                        partial(linear_residual_triton, tile=tile),
+                        (x, weight.to(dtype), *form),
+                        allowed,
+                    ),
+                )
+
+
+def _gates(device: torch.device) -> Iterator[Case]:
+    width, inside, rows = 72, 40, 5
+    for dtype, allowed in dtypes(device, multiplies=True):
+        x, weight = random(device, rows, width, dtype=dtype), (random(device, 2 * inside, width) / width**0.5).to(dtype)
+        bias, gain = random(device, 2 * inside, dtype=dtype), random(device, width)
+        for tile in _TILES:
+            both = (linear_gated_reference, partial(linear_gated_triton, tile=tile))
+            yield (
+                f"linear_gated, {tile.parts} parts, {dtype}",
+                partial(compared, *both, (x, weight, bias, gain, _EPS), allowed),
+            )
+
+
+def _heads(device: torch.device) -> Iterator[Case]:
+    width, num_heads, num_kv_heads, size, rows, page = 72, 4, 2, 20, 5, 16
+    positions, cells_T = torch.tensor([3, 4, 30, 0, 7], device=device), torch.tensor([35, 36, 17, 0, 20], device=device)
+    table = rotary_table(1e-4 ** (torch.arange(size // 2, device=device) * 2 / size), 24)
+    for dtype, allowed in dtypes(device, multiplies=True):
+        x = random(device, rows, width, dtype=dtype)
+        weight = (random(device, (num_heads + 2 * num_kv_heads) * size, width) / width**0.5).to(dtype)
+        planes = torch.full((2, num_kv_heads, 3, page, size), torch.nan, dtype=dtype, device=device)
+        gains: tuple[Tensor, Tensor] = (random(device, size), random(device, size))
+        for is_neox, qk_gains in ((True, gains), (False, None)):
+            for tile in _TILES:
+                arguments = (
+                    x,
+                    weight,
+                    None if is_neox else random(device, weight.shape[0], dtype=dtype),
+                    random(device, width),
+                    qk_gains,
+                    Turned(table, positions),
+                    Cells(planes, cells_T),
+                    HeadForm(num_heads, _EPS, is_neox),
+                )
+                yield (
+                    f"project_heads, {'norms' if qk_gains else 'pairs'}, {tile.parts} parts, {dtype}",
+                    partial(
+                        compared,
+                        project_heads_reference,
+                        partial(project_heads_triton, tile=tile),
+                        arguments,
+                        2 * allowed,
+                    ),
+                )
