@@ -5,7 +5,7 @@ B requests, T tokens, D width, N query heads, M key/value heads, H head size, I 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -13,14 +13,19 @@ import torch.nn.functional as functional
 from torch import Tensor, nn
 
 from paceline.models.flat_layer import FlatLayer, flatten, run_flat
+from paceline.models.fused_layer import FusedLayer, fuse, run_fused
 from paceline.models.native_layer import NativeLayer, native_layer, run_native
+from paceline.ops.add_norm import add_norm
+from paceline.ops.dispatch import needs_gradient
 from paceline.ops.linear import FILLED_ROWS, can_pack, linear_packed, linear_row_invariant, pack_weight
 from paceline.ops.native import rows as native_rows
 from paceline.ops.native.rows import NativeWeight
+from paceline.ops.paged_attention import PagedAttend
+from paceline.ops.project_heads import Turned
 from paceline.ops.rms_norm import MirroredGain, mirror_gain, rms_norm, rms_norm_mirrored
-from paceline.ops.rotary import turn_heads
+from paceline.ops.rotary import expand_rotary, turn_heads
 
-LinearMode = Literal["plain", "packed", "native", "row_invariant"]
+LinearMode = Literal["plain", "packed", "native", "row_invariant", "fused"]
 RotaryRows = tuple[Tensor, Tensor]  # from `ops.rotary.expand_rotary`, for the tokens of one forward pass
 
 
@@ -155,6 +160,43 @@ def set_linear_mode(model: HasModules, mode: LinearMode) -> int:
     return sum(isinstance(module, Linear) and module.is_packed for module in model.modules())
 
 
+@runtime_checkable
+class _Fusable(Protocol):
+    """A layer that may have a fused form."""
+
+    @property
+    def is_fused(self) -> bool: ...
+
+
+def are_fused(layers: Iterable[nn.Module]) -> bool:
+    """Whether all layers have their fused form."""
+    return all(isinstance(layer, _Fusable) and layer.is_fused for layer in layers)
+
+
+def positions_for(
+    attend: Attend,
+    table_P2R: Tensor,
+    positions_BT: Tensor,
+    dtype: torch.dtype,
+    *,
+    are_fused: bool,
+    is_neox_style: bool = True,
+) -> RotaryRows | Turned:
+    """What the layers of one pass take as positions: fused ones read the table themselves.
+
+    Args:
+        attend: attention of the pass; fused layers run where it is a `PagedAttend`.
+        table_P2R: the model's position table.
+        positions_BT: int64, absolute.
+        dtype: of the heads.
+        are_fused: of all layers, see the function of this name.
+        is_neox_style: the pairing of turned channels.
+    """
+    if are_fused and isinstance(attend, PagedAttend):
+        return Turned(table_P2R, positions_BT.flatten())
+    return expand_rotary(table_P2R[positions_BT], dtype, is_neox_style=is_neox_style)
+
+
 class RMSNorm(Block):
     """Root-mean-square norm with a learned gain."""
 
@@ -165,9 +207,12 @@ class RMSNorm(Block):
         self._mirrored: MirroredGain | None = None
         self._mirrored_to_fill: MirroredGain | None = None
         self._is_native = False
+        self._is_fused = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
+        if self._is_fused and not needs_gradient(x, self.weight):
+            return add_norm(x, None, self.weight, eps=self.eps)[1]
         if self._is_native and x.dtype == torch.bfloat16:
             return native_rows.norm(x, self.weight, eps=self.eps)
         if self._mirrored is None:
@@ -186,6 +231,7 @@ class RMSNorm(Block):
     def set_mode(self, mode: LinearMode) -> None:
         """Prepare for the arithmetic of the products around."""
         self._is_native = mode == "native" and native_rows.can_run(self.weight)
+        self._is_fused = mode == "fused"
         is_prepared = mode in ("packed", "row_invariant") and self.weight.device.type == "cpu"
         self._mirrored = mirror_gain(self.weight, 2) if is_prepared else None
         fills = mode == "packed" and can_pack(self.weight)
@@ -339,17 +385,27 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(hidden_size, intermediate_size, bias=mlp_bias)
         self._flat: FlatLayer | None = None
         self._native: NativeLayer | None = None
+        self._fused: FusedLayer | None = None
 
     def set_mode(self, mode: LinearMode) -> None:
-        """Take the flat or the native form where there is one; the parts have their arithmetic already."""
+        """Take the form of the mode where there is one; the parts have their arithmetic already."""
         parts = self.input_layernorm, self.self_attn, self.post_attention_layernorm, self.mlp
         self._flat = flatten(*parts) if mode == "packed" else None
         self._native = native_layer(*parts) if mode == "native" else None
+        self._fused = fuse(*parts) if mode == "fused" else None
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether it takes positions as `Turned` where attention is a `PagedAttend`."""
+        return self._fused is not None
 
     def forward(
-        self, x_BTD: Tensor, rows: RotaryRows, attend: Attend, layer: int, *, is_neox_style: bool = True
+        self, x_BTD: Tensor, rows: RotaryRows | Turned, attend: Attend, layer: int, *, is_neox_style: bool = True
     ) -> Tensor:
         """Return the residual stream after this layer, a new tensor: the one handed in may have been tapped."""
+        if isinstance(rows, Turned):
+            assert self._fused is not None and isinstance(attend, PagedAttend), "the caller asks `positions_for`"
+            return run_fused(self._fused, x_BTD, rows, attend, layer, is_neox_style=is_neox_style)
         if self._native is not None and is_neox_style:
             return run_native(self._native, x_BTD, rows, attend, layer)
         if self._flat is not None and is_neox_style:

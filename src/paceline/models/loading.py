@@ -41,6 +41,7 @@ from paceline.models.layers import LinearMode, set_linear_mode
 from paceline.models.target_weights import fill_target
 from paceline.models.targets.target import Target
 from paceline.models.weight_copy import copy_weight
+from paceline.ops.dispatch import HAS_TRITON
 from paceline.ops.linear import can_pack
 from paceline.ops.native.attention import LARGEST_HEAD
 from paceline.ops.native.build import has_amx
@@ -110,7 +111,8 @@ def load_target(
         name: folder, `.gguf` file, hub name or alias.
         dtype: "auto", "bfloat16", "float16" or "float32".
         device: "auto", "cpu", "cuda" or "cuda:N".
-        linear_mode: "auto" takes native products of bf16 on CPUs that have the instructions, else packs the weights.
+        linear_mode: "auto" takes fused layers of bf16 on a GPU, native products of bf16 on CPUs that have the
+            instructions, and else packs the weights.
         offline: never touch the network.
     Raises:
         CheckpointError: missing, damaged, incomplete or unsupported files.
@@ -130,8 +132,9 @@ def load_target(
 def resolve_linear_mode(
     asked: LinearMode | Literal["auto"], weight: Tensor, contract: TargetContract | None = None
 ) -> LinearMode:
-    """The arithmetic that will really run: native or packed wherever it can be, unless something else was asked for.
+    """The arithmetic that will really run: fused, native or packed wherever it can be, unless another was asked for.
 
+    Fused layers are chosen on a GPU with Triton; elsewhere they are their operations' definitions, for tests.
     With AMX, packed products have instructions that the native ones have not: those have to be asked for there.
 
     Args:
@@ -142,8 +145,15 @@ def resolve_linear_mode(
     is_packable = can_pack(weight)
     if asked == "auto" and not has_amx() and _can_be_native(weight, contract):
         return "native"
+    if asked == "auto" and _can_be_fused(weight, contract):
+        return "fused"
     if asked == "auto":
         return "packed" if is_packable else "plain"
+    if asked == "fused" and (contract is None or contract.kimi is not None):
+        raise ConfigError(
+            "linear mode 'fused' was asked for; only dense targets that one process holds have fused layers",
+            hint="--linear-mode auto",
+        )
     if asked == "native" and not _can_be_native(weight, contract):
         raise ConfigError(
             f"linear mode 'native' was asked for; this target in {weight.dtype} on {weight.device} has no native form",
@@ -155,6 +165,13 @@ def resolve_linear_mode(
             hint="--dtype bfloat16 on a CPU with bf16 instructions, or --linear-mode plain",
         )
     return asked
+
+
+def _can_be_fused(weight: Tensor, contract: TargetContract | None) -> bool:
+    """Whether a target's layers have fused forms that are faster here: bf16 on a GPU, through Triton."""
+    if contract is None or contract.kimi is not None or contract.head_size % 2:
+        return False
+    return HAS_TRITON and weight.device.type == "cuda" and weight.dtype == torch.bfloat16
 
 
 def _can_be_native(weight: Tensor, contract: TargetContract | None) -> bool:

@@ -26,7 +26,9 @@ from paceline.ops.attention import attention_row_invariant
 from paceline.ops.elementwise import widen
 from paceline.ops.linear import linear_row_invariant
 
-Arithmetic = Literal["plain", "packed", "native", "row_invariant"]  # as `ops/linear.py`; nothing here can be packed
+Arithmetic = Literal[
+    "plain", "packed", "native", "row_invariant", "fused"
+]  # as `ops/linear.py`; nothing here can be packed
 
 
 def split_expansion(weight_OR: Tensor, *, num_heads: int, nope_size: int) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,8 @@ from paceline.models.layers import (
     RMSNorm,
     RotaryRows,
     SelfAttention,
+    are_fused,
+    positions_for,
     set_linear_mode,
 )
 from paceline.models.positions import position_table
@@ -87,6 +89,11 @@ class DrafterBackbone(nn.Module):
         self.register_buffer("position_table", table, persistent=False)
         self._stacked_kv: Linear | None = None
         self._stacked_k_gain: Tensor  # float32 [layers, 1, H], set beside it
+        self._is_fused = False
+
+    def set_mode(self, mode: LinearMode) -> None:
+        """Learn whether the layers took their fused form; they come before the whole."""
+        self._is_fused = mode == "fused" and are_fused(self.layers)
 
     @property
     def cache_shape(self) -> tuple[int, int]:
@@ -179,7 +186,8 @@ class DrafterBackbone(nn.Module):
         """
         x = embeddings_BQD
         neox = self.contract.is_neox_style
-        rows = expand_rotary(self.position_table[positions_BQ], x.dtype, is_neox_style=neox)
+        table, fused = self.position_table, self._is_fused
+        rows = positions_for(attend, table, positions_BQ, x.dtype, are_fused=fused, is_neox_style=neox)
         along_block = {} if self.contract.convolution is None else {"offset_R": _offsets(positions_BQ, block_rows)}
         for index, layer in enumerate(self.layers):
             x = layer(x, rows, attend, index, is_neox_style=neox, **along_block)

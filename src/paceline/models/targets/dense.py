@@ -10,10 +10,18 @@ from typing import ClassVar, cast
 from torch import Tensor, nn
 
 from paceline.checkpoint.contract import AuxHiddenStream, CaptureId, TargetContract
-from paceline.models.layers import Attend, DecoderLayer, Linear, RMSNorm, score_rows
+from paceline.models.layers import (
+    Attend,
+    DecoderLayer,
+    Linear,
+    LinearMode,
+    RMSNorm,
+    are_fused,
+    positions_for,
+    score_rows,
+)
 from paceline.models.positions import position_table
 from paceline.models.taps import TapCollector
-from paceline.ops.rotary import expand_rotary
 
 
 class DenseTarget(nn.Module):
@@ -52,6 +60,11 @@ class DenseTarget(nn.Module):
         self.position_table: Tensor
         table = position_table(contract.rope, contract.head_size, max_positions or contract.max_position_embeddings)
         self.register_buffer("position_table", table, persistent=False)
+        self._is_fused = False
+
+    def set_mode(self, mode: LinearMode) -> None:
+        """Learn whether the layers took their fused form; they come before the whole."""
+        self._is_fused = mode == "fused" and are_fused(self.layers)
 
     @property
     def capture_ids(self) -> range:
@@ -77,7 +90,7 @@ class DenseTarget(nn.Module):
             [B, T, D], after the final norm.
         """
         x = self.embed_tokens(token_ids_BT)
-        rows = expand_rotary(self.position_table[positions_BT], x.dtype)
+        rows = positions_for(attend, self.position_table, positions_BT, x.dtype, are_fused=self._is_fused)
         if taps is not None:
             assert taps.stream in self.aux_hidden_streams, f"no stream {taps.stream!r}: ask `require_taps`"
             taps.observe(0, x)

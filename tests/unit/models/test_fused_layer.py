@@ -1,0 +1,183 @@
+"""The fused form of a layer against its modules, for every kind of layer and number of rows; which layers have one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.tiny import tiny_drafter, tiny_target
+from tests.unit.models.conftest import randomise
+from torch import Tensor
+
+from paceline.checkpoint.contract import RopeSettings
+from paceline.models.fused_layer import fuse
+from paceline.models.layers import DecoderLayer, LinearMode, SelfAttention, positions_for, set_linear_mode
+from paceline.models.positions import position_table
+from paceline.ops import linear_residual as linear_residual_file
+from paceline.ops.paged_attention import PagedAttend
+from paceline.ops.project_heads import Turned
+
+SHAPES = [(1, 1), (1, 5), (4, 1), (3, 6)]
+
+
+class Mixes(PagedAttend):
+    """Something of queries, stored keys and values and the layer's number; each row sees itself alone."""
+
+    def __init__(self, shape: tuple[int, int], num_kv_heads: int, head_size: int, dtype: torch.dtype) -> None:
+        self.shape, self.rows_T = shape, torch.randperm(shape[0] * shape[1])
+        self.planes = torch.full((2, num_kv_heads, 1, shape[0] * shape[1], head_size), torch.nan).to(dtype)
+        self.sinks: list[Tensor | None] = []
+
+    def cells(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.planes, self.rows_T
+
+    def stored(self, layer: int, q_BTNH: Tensor, *, sink_N: Tensor | None = None) -> Tensor:
+        self.sinks.append(sink_N)
+        k, v = self.planes.flatten(2, 3)[:, :, self.rows_T].transpose(1, 2).unflatten(1, self.shape).unbind(0)
+        group = q_BTNH.shape[2] // k.shape[2]
+        return (q_BTNH + layer) * k.repeat_interleave(group, 2) + v.repeat_interleave(group, 2)
+
+
+def decoder_layer(
+    *, bias: bool = False, qk_norm: bool = False, has_sink: bool = False, value_scale: float = 1.0, head_size: int = 8
+) -> DecoderLayer:
+    return DecoderLayer(
+        hidden_size=48,
+        intermediate_size=40,
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=head_size,
+        eps=1e-5,
+        attention_bias=bias,
+        mlp_bias=bias,
+        qk_norm=qk_norm,
+        has_sink=has_sink,
+        value_scale=value_scale,
+    )
+
+
+LAYERS: dict[str, Callable[[], DecoderLayer]] = {
+    "plain": decoder_layer,
+    "biases": lambda: decoder_layer(bias=True),
+    "query and key norms": lambda: decoder_layer(qk_norm=True),
+    "sinks and a value scale": lambda: decoder_layer(has_sink=True, value_scale=0.5),
+}
+
+
+def prepared(layer: DecoderLayer, mode: LinearMode = "fused", dtype: torch.dtype = torch.float32) -> DecoderLayer:
+    randomise(layer, 3)
+    layer.to(dtype).requires_grad_(False)
+    set_linear_mode(layer, mode)
+    return layer
+
+
+def run(
+    layer: DecoderLayer, x_BTD: Tensor, *, is_fused: bool, is_neox_style: bool = True, most_rows: int | None = None
+) -> Tensor:
+    torch.manual_seed(5)
+    shape = (x_BTD.shape[0], x_BTD.shape[1])
+    if most_rows is not None:
+        assert layer._fused is not None
+        layer._fused = layer._fused._replace(most_rows=most_rows)
+    positions = torch.arange(shape[0] * shape[1]).view(shape)
+    table = position_table(RopeSettings(theta=100.0), layer.self_attn.head_size, 64)
+    attend = Mixes(shape, 2, layer.self_attn.head_size, x_BTD.dtype)
+    rows = positions_for(
+        attend, table, positions, x_BTD.dtype, are_fused=is_fused and layer.is_fused, is_neox_style=is_neox_style
+    )
+    assert isinstance(rows, Turned) is is_fused
+    with torch.inference_mode():
+        y: Tensor = layer(x_BTD, rows, attend, 7, is_neox_style=is_neox_style)
+    return y
+
+
+def assert_agree(found: Tensor, expected: Tensor) -> None:
+    unit = 1e-5 if found.dtype == torch.float32 else 2**-5  # the modules round some ten times on the way
+    wide = expected.float()
+    torch.testing.assert_close(found.float(), wide, rtol=unit, atol=unit * float(wide.abs().max()))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("most_rows", [0, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_fused_forms_compute_what_the_modules_compute(
+    name: str, shape: tuple[int, int], most_rows: int, dtype: torch.dtype
+) -> None:
+    layer = prepared(LAYERS[name](), dtype=dtype)
+    x = torch.randn(*shape, 48).to(dtype)
+    for is_neox_style in (True, False):
+        expected = run(layer, x, is_fused=False, is_neox_style=is_neox_style)
+        assert_agree(run(layer, x, is_fused=True, is_neox_style=is_neox_style, most_rows=most_rows), expected)
+    assert not torch.allclose(run(layer, x, is_fused=True), expected, atol=1e-2) or shape == (1, 1)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("most_rows", [0, 64])
+def test_every_part_takes_part(name: str, most_rows: int) -> None:
+    """Each weight that changes, changes what comes out, in the fused form as well: none was forgotten."""
+    layer = prepared(LAYERS[name]())
+    x = torch.randn(1, 4, 48)
+    y = run(layer, x, is_fused=True, most_rows=most_rows)
+    for part, parameter in layer.named_parameters():
+        if "sink" in part:
+            continue  # handed on, see below
+        with torch.no_grad():
+            parameter.mul_(-0.5)
+        assert not torch.allclose(run(layer, x, is_fused=True), y), part
+        with torch.no_grad():
+            parameter.mul_(-2.0)
+        assert torch.equal(run(layer, x, is_fused=True), y), part
+
+
+def test_the_row_count_alone_decides_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[int] = []
+
+    def counted(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        launched.append(x.shape[0])
+        return linear_residual_file.linear_residual(x, *arguments, **options)
+
+    monkeypatch.setattr("paceline.models.fused_layer.linear_residual", counted)
+    layer = prepared(decoder_layer())
+    for rows, expected in ((64, [64, 64]), (65, [])):
+        launched.clear()
+        run(layer, torch.randn(1, rows, 48)[:, :rows], is_fused=True) if rows <= 64 else _run_many(layer, rows)
+        assert launched == expected
+
+
+def _run_many(layer: DecoderLayer, rows: int) -> None:
+    attend = Mixes((1, rows), 2, 8, torch.float32)
+    table = position_table(RopeSettings(theta=100.0), 8, 128)
+    with torch.inference_mode():
+        layer(torch.randn(1, rows, 48), Turned(table, torch.arange(rows)), attend, 0)
+
+
+def test_sinks_reach_attention() -> None:
+    layer = prepared(decoder_layer(has_sink=True))
+    attend = Mixes((1, 2), 2, 8, torch.float32)
+    table = position_table(RopeSettings(theta=100.0), 8, 64)
+    with torch.inference_mode():
+        layer(torch.randn(1, 2, 48), Turned(table, torch.arange(2)), attend, 0)
+    (sink,) = attend.sinks
+    assert sink is not None and torch.equal(sink, layer.self_attn.attention_sink_bias)
+
+
+def test_layers_without_pairs_of_channels_and_other_modes_have_no_fused_form() -> None:
+    odd = decoder_layer()
+    attention = SelfAttention(48, 4, 2, 7, eps=1e-5, bias=False, qk_norm=False)
+    assert fuse(odd.input_layernorm, attention, odd.post_attention_layernorm, odd.mlp) is None
+    for mode in ("plain", "row_invariant"):
+        assert not prepared(decoder_layer(), mode).is_fused  # type: ignore[arg-type]
+
+
+def test_a_target_and_a_drafter_hand_positions_to_fused_layers_alone() -> None:
+    target = tiny_target()
+    drafter = tiny_drafter(target.contract)
+    for model in (target, drafter.backbone):
+        assert not model._is_fused
+        set_linear_mode(model, "fused")
+        assert model._is_fused
+        set_linear_mode(model, "plain")
+        assert not model._is_fused
