@@ -16,10 +16,10 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 # a GPU takes the newest build for it, so the pin of torch does not apply there.
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo yes)
 
-.PHONY: help demo test lint format type check bench results clean
+.PHONY: help demo test lint format type check bench bench-gpu results clean
 
 help: ## show this table
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "paceline needs Python 3.11 or newer; none was found" >&2; exit 1; }
@@ -58,6 +58,9 @@ check: lint type test ## all that CI runs
 
 bench: $(READY) ## measure speculative against plain decoding on this CPU
 	$(BIN)/python -m benchmarks.cpu_main $(ARGS)
+
+bench-gpu: $(READY) ## measure on a GPU: correctness first, steps and their floors, speculative against plain text
+	$(BIN)/python -m benchmarks.bench_gpu $(ARGS)
 
 results: $(READY) ## render docs/results/README.md and README's tables from docs/results/*.json
 	$(BIN)/python -m benchmarks.render_results

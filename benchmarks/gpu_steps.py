@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from paceline.engine.engine import Engine
     from paceline.models.loading import LoadedDrafter, LoadedTarget
 
-NAME, GATE_NAME = "gpu-steps", "gpu-gate"
+NAME, GATE_NAME, PASSES = "gpu-steps", "gpu-gate", "passes"
 KEY = ("shape", "kind", "batch", "mode")
 _SMALL_SHAPE, _SMALL_BATCHES = "k3-mini", (1, 32)
 _BATCHES = (1, 8, 32, 128)
@@ -120,8 +120,6 @@ def main(arguments: Sequence[str]) -> int:
     machine = describe_machine("bfloat16, random weights", device=options.device)
     head = make_result(NAME, [], machine=machine, arguments=arguments)
     gate_head = make_result(GATE_NAME, [], machine=machine, arguments=arguments)
-    if options.commit is not None:
-        head["commit"] = gate_head["commit"] = options.commit
     unsound = set() if options.skip_gate else check(options, device, gate_head)
     exit_code = EXIT_CHECK_SAYS_NO if unsound else EXIT_DONE
     if options.gate_only:
@@ -178,7 +176,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--skip-gate", action="store_true", help="measure without checking first")
     parser.add_argument("--gate-only", action="store_true", help="check and measure nothing")
     parser.add_argument("--peer", type=Path, metavar="FILE", help="JSON lines of benchmarks.vllm.stepping")
-    parser.add_argument("--commit", help="what the result says of the sources, where there is no repository")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="also write FOLDER/NAME.json, such as docs/results")
     options = parser.parse_args(arguments)
     room = options.prompt_tokens + max(options.new_tokens, 2 * (options.warm_up + options.timed)) + 32
@@ -215,9 +212,12 @@ def check(options: argparse.Namespace, device: torch.device, head: dict[str, obj
     unsound: set[str] = set()
     for place, shape in enumerate(options.shapes):
         began_s = time.perf_counter()
+        passes = False
         with guarded(f"gate of {shape}"):
-            if not check_shape(shape, options, device, result, with_reference=place == 0):
-                unsound.add(shape)
+            passes = check_shape(shape, options, device, result, with_reference=place == 0)
+        result.put({"shape": shape, "kind": None, "check": PASSES, PASSES: passes})
+        if not passes:
+            unsound.add(shape)
         release(device)
         say(f"gate of {shape}: {time.perf_counter() - began_s:.1f} s")
     result.finish()

@@ -5,6 +5,8 @@
 
 Greedy, on the CPU in row-invariant arithmetic, where equal means equal bits: per step the drafts, how many of them
 were accepted, and the tokens. Every prompt is the same text of `--prefix-tokens` tokens and a question of its own.
+With `--device cuda` the arithmetic is what serves there, whose bits depend on how many rows run together: there a
+near-tie may fall either way behind a hit, and the exit code looks at hits alone.
 
 * `off`: an engine without a prefix cache.
 * `cold`: with one, emptied before each prompt, so nothing is found.
@@ -22,7 +24,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from benchmarks.command_line import PROMPTS, TARGET, name_of, positive, report, run, say
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from paceline.engine.request import RequestResult
     from paceline.models.loading import LoadedDrafter, LoadedTarget
 
-NAME = "prefix-cache-gain"
+NAME, GPU_NAME = "prefix-cache-gain", "prefix-cache-gain-gpu"
 FAMILIES = ("dflash2", "dflash", "dspark", "eagle3")
 DRAFTERS = tuple(f"drafters/smollm2-135m-instruct-{family}" for family in FAMILIES)
 TEXTS = ("LICENSE", "CONTRIBUTING.md", "docs/pitfalls.md", "docs/architecture.md")  # long enough, and always there
@@ -69,9 +71,10 @@ def main(arguments: Sequence[str]) -> int:
     torch.set_num_threads(options.threads)
     rows = list(measure(options))
     print(text_table(rows))
-    facts = [f"{options.dtype}, row-invariant, {options.max_tokens} tokens"]
-    report(NAME, rows, options, arguments, facts=facts)
-    return exit_code(rows)
+    is_cpu = options.device == "cpu"
+    facts = [f"{options.dtype}{', row-invariant' if is_cpu else ''}, {options.max_tokens} tokens"]
+    report(NAME if is_cpu else GPU_NAME, rows, options, arguments, device=options.device, facts=facts)
+    return exit_code(rows) if is_cpu else exit_code(rows, block_size=64, is_exact=False)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -79,6 +82,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=TARGET, help=f"target; default {TARGET}")
     parser.add_argument("--draft-model", nargs="+", default=DRAFTERS, help="one or more; default all that are shipped")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda; default cpu")
     parser.add_argument("--threads", type=positive, default=2, help="CPU threads; default 2")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="also write FOLDER/NAME.json, such as docs/results")
     parser.add_argument("--prefix-tokens", type=positive, nargs="+", default=[1024, 4096], help="default 1024 4096")
@@ -94,8 +98,9 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     """Load the target once and yield the rows of each drafter."""
     from paceline.models.loading import load_drafter, load_target
 
-    say(f"loading {options.model} in {options.dtype}, row-invariant")
-    target = load_target(options.model, dtype=options.dtype, device="cpu", linear_mode="row_invariant")
+    mode: Literal["auto", "row_invariant"] = "row_invariant" if options.device == "cpu" else "auto"
+    say(f"loading {options.model} in {options.dtype} on {options.device}, linear mode {mode}")
+    target = load_target(options.model, dtype=options.dtype, device=options.device, linear_mode=mode)
     questions = read_set(
         NamedFile("questions", options.prompts),
         target.tokenizer,
@@ -194,13 +199,19 @@ def hit_tokens(found: Sequence[Measured]) -> float:
     return float(np.mean([one.result.num_cached_tokens for one in found]))
 
 
-def exit_code(rows: Sequence[Row], block_size: int = 32) -> int:
-    """3 if a sequence or a text differs, if a drafter costs more than a block of a hit, or if nothing was hit."""
+def exit_code(rows: Sequence[Row], block_size: int = 32, *, is_exact: bool = True) -> int:
+    """3 if a sequence or a text differs, if a drafter costs more than a block of a hit, or if nothing was hit.
+
+    Args:
+        rows: measured.
+        block_size: of the caches.
+        is_exact: equal bits are to be had; else sequences and texts are told and not judged.
+    """
     for row in rows:
         num_prompts = row["num_prompts"]
         costs = float(str(row["num_hit_tokens_plain"])) - float(str(row["num_hit_tokens"]))
         has_missed = row["cache"] in ("warm", "again") and row["num_hit_tokens"] == 0.0
-        if row["identical_sequences"] != num_prompts or row["identical_texts"] != num_prompts:
+        if is_exact and (row["identical_sequences"] != num_prompts or row["identical_texts"] != num_prompts):
             return EXIT_CHECK_SAYS_NO
         if costs > block_size or has_missed:
             return EXIT_CHECK_SAYS_NO

@@ -28,9 +28,9 @@ def test_rows_have_the_keys_that_readers_expect(tmp_path: Path, capsys: pytest.C
     peer.write_text("".join(json.dumps(line) + "\n" for line in lines))
     out = tmp_path / "out"
     arguments = ["--shapes", "tiny-smollm2", "--batches", "1", "2", "--peer", str(peer), "--out", str(out)]
-    assert main([*SMALL, *arguments, "--commit", "0123"]) == 0
+    assert main([*SMALL, *arguments]) == 0
     result = read_growing(out / "gpu-steps.json")
-    assert result["complete"] and result["commit"] == "0123"
+    assert result["complete"]
     assert {(row["batch"], row["kind"]) for row in result["rows"]} == {
         (1, "plain"),
         (1, "dflash"),
@@ -44,9 +44,11 @@ def test_rows_have_the_keys_that_readers_expect(tmp_path: Path, capsys: pytest.C
         assert ("acceptance_length" in row) and (row["acceptance_length"] is None) == (row["kind"] == "plain")
     gate = read_growing(out / "gpu-gate.json")
     assert [(row["kind"], row["check"]) for row in gate["rows"]] == [
+        (None, "passes"),
         ("dflash", "follows float32"),
         ("plain", "follows float32"),
     ]
+    assert gate["rows"][0]["passes"] is True
     assert "floor_ratio" in capsys.readouterr().out
     assert "gpu-steps" in results_page(read_results(out))
 

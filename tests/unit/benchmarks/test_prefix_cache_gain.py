@@ -82,3 +82,18 @@ def test_table_and_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     monkeypatch.setattr(torch, "set_num_threads", lambda _number: None)
     assert main(["--out", str(tmp_path), "--threads", "1"]) == 0
     assert json.loads((tmp_path / "prefix-cache-gain.json").read_text())["rows"] == rows
+
+
+def test_where_bits_depend_on_the_company_only_hits_are_judged() -> None:
+    row = {
+        "cache": "warm",
+        "num_prompts": 4,
+        "identical_sequences": 3,
+        "identical_texts": 3,
+        "num_hit_tokens": 64.0,
+        "num_hit_tokens_plain": 128.0,
+    }
+    assert exit_code([row], 64) == 3 and exit_code([row], 64, is_exact=False) == 0
+    assert (
+        exit_code([row], 63, is_exact=False) == 3 and exit_code([{**row, "num_hit_tokens": 0.0}], is_exact=False) == 3
+    )
