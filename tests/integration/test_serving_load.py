@@ -128,8 +128,8 @@ def test_b82_a_batch_drains_to_one_and_greedy_text_stays(monkeypatch: pytest.Mon
 
 def run_beside_waves(monkeypatch: pytest.MonkeyPatch, *, has_waves: bool, is_checked: bool = True) -> RequestResult:
     """A long request in the form of attention that GPUs use; in every other step, 7 short ones are run beside it."""
-    batched = AttentionChoice(is_batched=True, is_row_invariant=False)
-    monkeypatch.setattr(AttentionChoice, "for_device", lambda *_args, **_options: batched)
+    paged = AttentionChoice(is_batched=True, is_row_invariant=False, is_paged=True)
+    monkeypatch.setattr(AttentionChoice, "for_device", lambda *_args, **_options: paged)
     target, drafter = loaded("qwen3", target_changes=SIZES, drafter_family="dflash2")
     settings = EngineSettings(max_num_seqs=8, max_model_len=160, block_size=8, check_invariants=is_checked)
     engine = Engine(target, drafter, settings)

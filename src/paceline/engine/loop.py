@@ -329,7 +329,7 @@ class EngineLoop:
             round_rows=self._steps.rows_of,
         )
         num_rows = batch.rows.num_rows
-        self._count_pass(requests, ahead, num_rows)
+        self._count_pass(requests, ahead, [num_rows] * len(requests))
         batch = self._states.keep_in_step(batch, requests, self._in_flight.last)
         output = self._steps.run(batch)
         self._in_flight.keep(
@@ -347,7 +347,7 @@ class EngineLoop:
             if request.output.num_remaining > each.num_passes
         ]
 
-    def _count_pass(self, requests: Sequence[RunningRequest], ahead: Sequence[Ahead], num_rows: int) -> None:
+    def _count_pass(self, requests: Sequence[RunningRequest], ahead: Sequence[Ahead], num_rows: Sequence[int]) -> None:
         """Number a pass that is about to be launched, with the state and the tables that it reads up to date."""
         self._state.flush()
         self.parts.tables.flush()
@@ -356,8 +356,8 @@ class EngineLoop:
             running = self.scheduler.running
             unread = zip(running, self._in_flight.ahead(running), strict=True)
             rows = {request.request_id: (each.num_rows, 0) for request, each in unread}
-            for request, each in zip(requests, ahead, strict=True):
-                rows[request.request_id] = (each.num_rows, num_rows)
+            for request, each, own in zip(requests, ahead, num_rows, strict=True):
+                rows[request.request_id] = (each.num_rows, own)
             self._checks.before_pass(number, running, rows)
 
     def _passed(self) -> None:

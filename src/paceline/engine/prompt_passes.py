@@ -58,7 +58,7 @@ class PromptPasses:
         in_flight: InFlight,
         *,
         admit: Callable[[], RunningRequest | None],
-        count_pass: Callable[[Sequence[RunningRequest], Sequence[Ahead], int], None],
+        count_pass: Callable[[Sequence[RunningRequest], Sequence[Ahead], Sequence[int]], None],
         read_behind: Callable[[], None],
     ) -> None:
         self._parts, self._settings, self._scheduler, self._drafting = parts, settings, scheduler, drafting
@@ -129,7 +129,7 @@ class PromptPasses:
             plan=lambda: self._drafting.plan([request], self._scheduler.running),
             stopper=self._drafting.stopper,
         )
-        self._count_pass([request], [Ahead(0, 0, 0)], end - request.num_prefilled)
+        self._count_pass([request], [Ahead(0, 0, 0)], [end - request.num_prefilled])
         proposer = parts.proposer if _wants_context(request) else None
         output = prefill_chunk(parts.target.model, proposer, parts.cache, parts.state, parts.choice, chunk)
         self._states.keep_after_chunk(request, end)
@@ -146,7 +146,7 @@ class PromptPasses:
             for request in requests
         ]
         lengths = [len(chunk.token_ids) for chunk in chunks]
-        self._count_pass(requests, [Ahead(0, 0, 0)] * len(requests), max(lengths))
+        self._count_pass(requests, [Ahead(0, 0, 0)] * len(requests), lengths)  # what pads them is nobody's
         output = prefill_prompts(
             parts.target.model,
             parts.proposer if _wants_context(requests[0]) else None,

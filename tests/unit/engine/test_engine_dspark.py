@@ -10,7 +10,7 @@ import torch
 from tests.fakes import TableProposer, table_target
 from tests.tiny import loaded, tiny_drafter_contract, tiny_prompts
 from tests.unit.engine.test_engine_sampling import TABLE, VOCAB, p_value, run
-from tests.unit.engine.test_proposal import make_proposer, serve
+from tests.unit.engine.test_proposal import FORMS, make_proposer, serve
 
 from paceline.checkpoint.contract import ConfidenceSettings, LatentAttentionSettings, MarkovSettings
 from paceline.engine.canary_drafts import count_equal_drafts
@@ -54,12 +54,13 @@ def test_any_dspark_leaves_greedy_output_unchanged_and_drafts_what_it_should(nam
 
 
 @pytest.mark.parametrize("name", ["vanilla", "fill_in", "rnn", "reduced", "latent"])
-def test_served_drafts_equal_direct_ones_in_both_forms_of_attention(name: str) -> None:
+def test_served_drafts_equal_direct_ones_in_every_form_of_attention(name: str) -> None:
     target, drafter = loaded(drafter_family="dspark", linear_mode="plain", **VARIANTS[name])
     num_drafts = drafter.contract.num_draft_tokens
     texts = tiny_prompts([14, 14])
-    for is_batched in (False, True):
-        proposer = make_proposer(target, drafter, is_batched=is_batched, num_draft_tokens=num_drafts)
+    for is_batched, is_paged in FORMS:
+        form = {"is_batched": is_batched, "is_paged": is_paged}
+        proposer = make_proposer(target, drafter, **form, num_draft_tokens=num_drafts)
         for text, block in zip(texts, serve(proposer, target, texts, num_junk=5), strict=True):
             assert count_equal_drafts(target.model, drafter, text, [(13, block)]) == num_drafts
     # The walk is what makes them: without it most drafts are others.

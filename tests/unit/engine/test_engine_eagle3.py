@@ -96,8 +96,8 @@ def table_engine(patch: pytest.MonkeyPatch) -> Engine:
 
     Attention is of the form that GPUs use: one call for all requests.
     """
-    batched = AttentionChoice(is_batched=True, is_row_invariant=False)
-    patch.setattr(AttentionChoice, "for_device", lambda *_args, **_options: batched)
+    paged = AttentionChoice(is_batched=True, is_row_invariant=False, is_paged=True)
+    patch.setattr(AttentionChoice, "for_device", lambda *_args, **_options: paged)
     target = table_target(TABLE)
     changes = {"target_layer_ids": (TargetLayerId(-1), TargetLayerId(0)), "hidden_size": VOCAB, "head_size": 4}
     drafter = tiny_drafter(target.contract, family="eagle3", **changes)

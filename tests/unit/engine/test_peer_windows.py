@@ -16,6 +16,7 @@ LENGTH = ANCHOR + NUM_ROWS
 CHOICES = {
     "per-request": AttentionChoice(is_batched=False, is_row_invariant=False),
     "batched": AttentionChoice(is_batched=True, is_row_invariant=False),
+    "paged": AttentionChoice(is_batched=True, is_row_invariant=False, is_paged=True),
     "row-invariant": AttentionChoice(is_batched=False, is_row_invariant=True),
 }
 # (first, last) position that each row of the block sees

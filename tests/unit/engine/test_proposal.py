@@ -23,10 +23,17 @@ from paceline.models.loading import LoadedDrafter, LoadedTarget
 from paceline.models.taps import TapCollector
 
 CPU = torch.device("cpu")
+FORMS = ((False, False), (True, False), (True, True))  # is_batched, is_paged
 
 
 def make_proposer(
-    target: LoadedTarget, drafter: LoadedDrafter, *, is_batched: bool, method: str = "greedy", num_draft_tokens: int = 7
+    target: LoadedTarget,
+    drafter: LoadedDrafter,
+    *,
+    is_batched: bool,
+    is_paged: bool = False,
+    method: str = "greedy",
+    num_draft_tokens: int = 7,
 ) -> BlockProposer:
     num_kv_heads, head_size = drafter.model.backbone.cache_shape
     cache = make_cache(
@@ -35,7 +42,7 @@ def make_proposer(
         num_kv_heads=num_kv_heads,
         head_size=head_size,
     )
-    choice = AttentionChoice(is_batched=is_batched, is_row_invariant=False)
+    choice = AttentionChoice(is_batched=is_batched, is_row_invariant=False, is_paged=is_paged)
     return BlockProposer(target.model, drafter.model, cache, choice, num_draft_tokens=num_draft_tokens, method=method)
 
 
@@ -70,24 +77,24 @@ def test_drafts_equal_those_of_the_whole_text_and_ignore_rows_behind_the_context
         for windows in ((None, None), (4, None)):
             target, drafter = loaded(family, linear_mode="plain", layer_windows=windows, layer_causal=(True, False))
             texts = tiny_prompts([14, 14])
-            for is_batched in (False, True):
-                proposer = make_proposer(target, drafter, is_batched=is_batched)
+            for is_batched, is_paged in FORMS:
+                proposer = make_proposer(target, drafter, is_batched=is_batched, is_paged=is_paged)
                 drafts = serve(proposer, target, texts, num_junk=5)
                 for text, block in zip(texts, drafts, strict=True):
                     assert count_equal_drafts(target.model, drafter, text, [(13, block)]) == 7
 
 
-@pytest.mark.parametrize("is_batched", [False, True])
+@pytest.mark.parametrize(("is_batched", "is_paged"), FORMS)
 @pytest.mark.parametrize("drafter_family", ["dflash", "dflash2", "dspark"])
 def test_context_below_its_start_does_not_exist(
-    drafter_family: str, is_batched: bool, monkeypatch: pytest.MonkeyPatch
+    drafter_family: str, is_batched: bool, is_paged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """T7.7: after a prefix hit that lacks draft context, whatever lies there is never read."""
     target, drafter = loaded(linear_mode="plain", drafter_family=drafter_family)
     texts, firsts = tiny_prompts([14, 14]), [9, 0]
 
     def drafts(junk: float) -> list[list[int]]:
-        proposer = make_proposer(target, drafter, is_batched=is_batched)
+        proposer = make_proposer(target, drafter, is_batched=is_batched, is_paged=is_paged)
         propose = proposer.propose
 
         def after_a_hit(rows: Rows, state: SlotState, **options: Any) -> Proposal:
@@ -103,7 +110,8 @@ def test_context_below_its_start_does_not_exist(
     honest = drafts(0.0)
     assert drafts(torch.nan) == honest
     # The other request is as it was, and the first one drafts from what is left.
-    assert honest[1] == serve(make_proposer(target, drafter, is_batched=is_batched), target, texts, num_junk=2)[1]
+    other = make_proposer(target, drafter, is_batched=is_batched, is_paged=is_paged)
+    assert honest[1] == serve(other, target, texts, num_junk=2)[1]
     attend = proposal_module.attend_block
     for lost in ("context_starts", "context_starts_B"):
         monkeypatch.setattr(proposal_module, "attend_block", lambda *a, lost=lost, **o: attend(*a, **o | {lost: None}))
@@ -124,10 +132,11 @@ def test_a_shorter_block_is_what_a_proposer_of_shorter_blocks_drafts() -> None:
     texts = tiny_prompts([10, 10])
     for drafter_family in ("dflash", "dflash2", "dspark"):
         target, drafter = loaded(linear_mode="plain", drafter_family=drafter_family)
-        for is_batched in (False, True):
-            whole = make_proposer(target, drafter, is_batched=is_batched)
+        for is_batched, is_paged in FORMS:
+            form = {"is_batched": is_batched, "is_paged": is_paged}
+            whole = make_proposer(target, drafter, **form)
             for count in (1, 3, 7):
-                short = make_proposer(target, drafter, is_batched=is_batched, num_draft_tokens=count)
+                short = make_proposer(target, drafter, **form, num_draft_tokens=count)
                 expected = serve(short, target, texts, num_junk=2)
                 assert serve(whole, target, texts, num_junk=2, num_drafts=count) == expected
                 assert [len(block) for block in expected] == [count, count]

@@ -35,6 +35,10 @@ CPU = torch.device("cpu")
 ROW_INVARIANT = AttentionChoice(is_batched=False, is_row_invariant=True)
 EXACT = AttentionChoice(is_batched=False, is_row_invariant=False)
 BATCHED = AttentionChoice(is_batched=True, is_row_invariant=False)
+PAGED = AttentionChoice(is_batched=True, is_row_invariant=False, is_paged=True)
+each_choice = pytest.mark.parametrize(
+    "choice", [BATCHED, PAGED, EXACT, ROW_INVARIANT], ids=["batched", "paged", "exact", "row-invariant"]
+)
 DEEP: dict[str, Any] = {"num_layers": 2, "layer_windows": (5, None)}
 SWITCHED: dict[str, Any] = {"eagle3": Eagle3Settings(False, True, True, False), "has_qk_norm": True}
 
@@ -274,7 +278,7 @@ def test_the_engine_hands_over_the_next_prompt_token() -> None:
 # --- several requests ---
 
 
-@pytest.mark.parametrize("choice", [BATCHED, EXACT, ROW_INVARIANT], ids=["batched", "exact", "row-invariant"])
+@each_choice
 @pytest.mark.parametrize("changes", [{}, DEEP], ids=["plain", "deep"])
 @torch.inference_mode()
 def test_ragged_batches_draft_what_single_requests_do(choice: AttentionChoice, changes: dict[str, Any]) -> None:
@@ -298,7 +302,7 @@ def test_ragged_batches_draft_what_single_requests_do(choice: AttentionChoice, c
         assert torch.equal(bystanders(bench.own_cache, slots), before)
 
 
-@pytest.mark.parametrize("choice", [BATCHED, EXACT, ROW_INVARIANT], ids=["batched", "exact", "row-invariant"])
+@each_choice
 @torch.inference_mode()
 def test_refused_rows_may_hold_anything(choice: AttentionChoice) -> None:
     """A draft whose hidden state overflowed: its row is refused, and NaN times zero is NaN."""
@@ -320,7 +324,7 @@ def test_refused_rows_may_hold_anything(choice: AttentionChoice) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("choice", [BATCHED, EXACT, ROW_INVARIANT], ids=["batched", "exact", "row-invariant"])
+@each_choice
 @torch.inference_mode()
 def test_keys_below_the_context_start_do_not_exist(choice: AttentionChoice, monkeypatch: pytest.MonkeyPatch) -> None:
     """T7.7: in the pass over the settled rows and in those behind it; and both faults planted."""

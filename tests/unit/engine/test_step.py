@@ -25,6 +25,7 @@ from paceline.ops.native.rows import can_run
 CPU = torch.device("cpu")
 ROW_INVARIANT = AttentionChoice(is_batched=False, is_row_invariant=True)
 BATCHED = AttentionChoice(is_batched=True, is_row_invariant=False)
+PAGED = AttentionChoice(is_batched=True, is_row_invariant=False, is_paged=True)
 NATIVE = AttentionChoice(is_batched=False, is_row_invariant=False, is_native=True)
 GREEDY = SamplingFlags.of([SamplingParameters()])
 
@@ -105,7 +106,7 @@ def test_every_count_of_accepted_drafts_commits_exactly_the_kept_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    "choice", [ROW_INVARIANT, BATCHED, AttentionChoice(is_batched=False, is_row_invariant=False), NATIVE]
+    "choice", [ROW_INVARIANT, BATCHED, PAGED, AttentionChoice(is_batched=False, is_row_invariant=False), NATIVE]
 )
 @torch.inference_mode()
 def test_rows_of_a_request_that_has_ended_write_to_block_0_alone(choice: AttentionChoice) -> None:
@@ -277,11 +278,11 @@ def test_a_batch_leaves_other_slots_and_their_order_alone() -> None:
 
 
 @torch.inference_mode()
-def test_the_batched_form_does_the_same_as_the_exact_one() -> None:
-    """The form that GPUs use, run here: same function, padded attention."""
+def test_the_forms_that_gpus_use_do_the_same_as_the_exact_one() -> None:
+    """Run here: same function, attention by tables or padded."""
     prompts = tiny_prompts([9, 14])
     outcomes = []
-    for choice in (BATCHED, AttentionChoice(is_batched=False, is_row_invariant=False)):
+    for choice in (BATCHED, PAGED, AttentionChoice(is_batched=False, is_row_invariant=False)):
         bench = Bench(*loaded(linear_mode="plain"), choice)
         tokens = [[bench.prefill(slot, prompt)] for slot, prompt in enumerate(prompts)]
         drafts = []
@@ -290,7 +291,7 @@ def test_the_batched_form_does_the_same_as_the_exact_one() -> None:
                 tokens[slot] += step.token_ids
                 drafts.append(bench.state.draft_ids[slot].tolist())
         outcomes.append((tokens, drafts))
-    assert outcomes[0] == outcomes[1]
+    assert outcomes[0] == outcomes[1] == outcomes[2]
 
 
 @torch.inference_mode()
