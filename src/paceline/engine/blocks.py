@@ -139,8 +139,8 @@ class BlockPool:
     def allocate(self, count: int, *, behind: int | None = None, room: int | None = None) -> list[int] | None:
         """Blocks of one's own, ascending; None, and none given, if not that many can be had.
 
-        Looks behind `behind` first, then for a free run, and evicts only what free blocks do not cover: least recently
-        used first, and no text before those behind it.
+        Looks behind `behind` first, where idle blocks that it claims are evicted, then for a free run, and evicts only
+        what free blocks do not cover: least recently used first, and no text before those behind it.
 
         Args:
             count: how many.
@@ -153,6 +153,7 @@ class BlockPool:
             return []
         taken = None
         if behind is not None:
+            self._clear_behind(behind, count)
             taken = self.runs.take_behind(behind, count, room=room)
             if taken is None:
                 self.runs.unclaim(behind)
@@ -171,8 +172,9 @@ class BlockPool:
         """`count` neighbours, ascending; None, and none given or evicted, if there are no such blocks.
 
         The tightest run of free blocks comes first. Where none is long enough, idle blocks are evicted, with the texts
-        behind theirs: those of the neighbours whose latest use is longest ago, `room` of them if so many can be had.
-        Looks at every block.
+        behind theirs: the first `count` of the neighbours whose latest use is longest ago, of `room` neighbours if so
+        many can be had. The others of them are claimed, and stay to be found until the request gets there. Looks at
+        every block.
 
         Args:
             count: how many.
@@ -391,14 +393,27 @@ class BlockPool:
 
     def _evict_window(self, count: int, room: int) -> list[int] | None:
         ages = [self._age_for_window(block) for block in range(self.num_blocks)]
-        for length in (room, count):
-            first = coldest_window(ages, length)
+        claimed = self.runs.claimed()
+        unclaimed = [None if block in claimed else age for block, age in enumerate(ages)]
+        for length, choice in ((room, unclaimed), (count, unclaimed), (count, ages)):
+            first = coldest_window(choice, length)
             if first is not None:
-                for block in range(first, first + length):
-                    if self._states[block] == BlockState.IDLE:
-                        self._evict(block)
+                self._evict_idle(range(first, first + count))
                 return self.runs.take_window(first, count, room=length)
         return None
+
+    def _clear_behind(self, block: int, count: int) -> None:
+        """Evict what lies in a request's way, if that is in its claim and nobody uses it."""
+        way = range(block + 1, block + 1 + count)
+        if count > self.runs.claim(block) or way.stop > self.num_blocks:
+            return
+        if all(self._states[other] in (BlockState.FREE, BlockState.IDLE) for other in way):
+            self._evict_idle(way)
+
+    def _evict_idle(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            if self._states[block] == BlockState.IDLE:  # evicting one may have freed the next
+                self._evict(block)
 
     def _age_for_window(self, block: int) -> int | None:
         state = self._states[block]

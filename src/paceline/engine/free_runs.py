@@ -13,7 +13,8 @@ class FreeRuns:
     """The free blocks of a pool, kept as maximal runs; all but `take_run` is O(1) per block.
 
     A claim is room behind a request's last block that others stay out of while there is another place. It is no
-    promise: nobody waits for blocks because of a claim.
+    promise: nobody waits for blocks because of a claim. Blocks in it need not be free: what is cached there stays to be
+    found until the request gets there.
 
     Args:
         first: lowest block; all blocks from it on are free at first.
@@ -101,10 +102,18 @@ class FreeRuns:
         return sorted(taken)
 
     def take_window(self, first: int, count: int, *, room: int) -> list[int]:
-        """`count` blocks from `first` on, where `room` are free."""
+        """`count` free blocks from `first` on, with a claim to the others of `room`, free or not."""
         start = max(start for start in self._lengths if start <= first)
-        assert start + self._lengths[start] >= first + room, "a window must be free to be taken"
+        assert start + self._lengths[start] >= first + count, "a window must be free to be taken"
         return self._cut(start, first - start, count, room - count)
+
+    def claim(self, block: int) -> int:
+        """Blocks behind a request's last one that it claims."""
+        return self._claims.get(block, 0)
+
+    def claimed(self) -> set[int]:
+        """All blocks that somebody claims."""
+        return {block for last, length in self._claims.items() for block in range(last + 1, last + 1 + length)}
 
     def _put(self, start: int, length: int) -> None:
         self._lengths[start] = length

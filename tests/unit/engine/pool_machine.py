@@ -175,8 +175,11 @@ class PoolMachine(RuleBasedStateMachine):
         num_free = len(self.model.blocks(BlockState.FREE)) + len(self.model.blocks(BlockState.IDLE))
         num_before = self.pool.num_free
         behind = where.get("behind")
+        may_take = {BlockState.FREE}
+        if behind is not None and count <= self.pool.runs.claim(behind):
+            may_take.add(BlockState.IDLE)
         is_behind = behind is not None and all(
-            block < NUM_BLOCKS and self.model.state(block) == BlockState.FREE
+            block < NUM_BLOCKS and self.model.state(block) in may_take
             for block in range(behind + 1, behind + 1 + count)
         )
         found = self.pool.allocate(count, **where)
@@ -184,11 +187,12 @@ class PoolMachine(RuleBasedStateMachine):
         if found is None:
             assert self.pool.num_free == num_before
             return None
-        while len(self.model.blocks(BlockState.FREE)) < count:
-            self.model.evict()
         assert found == sorted(set(found)) and len(found) == count
         if behind is not None and is_behind and count:
             assert found[0] == behind + 1 and found[-1] == behind + count
+            self.evict_idle(found)
+        while len(self.model.blocks(BlockState.FREE)) < count:
+            self.model.evict()
         self.model.own(found)
         return found
 
@@ -287,17 +291,19 @@ class PoolMachine(RuleBasedStateMachine):
             return
         assert found == list(range(found[0], found[0] + count))
         if not self.windows(states, count, BlockState.FREE):
-            has_room = self.windows(states, count + more, BlockState.FREE, BlockState.IDLE)
-            for block in range(found[0], found[0] + count + more * bool(has_room)):
-                if self.model.state(block) == BlockState.IDLE:
-                    key = self.model.keys[block]
-                    self.model.num_evictions += self.count_behind(key) * (not self.model.copies(key))
-                    self.model.leave(block)
+            self.evict_idle(found)
         self.model.own(found)
         old, request.blocks, request.num_published = request.blocks, found, 0
         self.publish(request)
         self.pool.free(old, fence=request.last_launched)
         self.model.free(old, request.last_launched, is_use=True)
+
+    def evict_idle(self, blocks: list[int]) -> None:
+        for block in blocks:
+            if self.model.state(block) == BlockState.IDLE:
+                key = self.model.keys[block]
+                self.model.num_evictions += self.count_behind(key) * (not self.model.copies(key))
+                self.model.leave(block)
 
     def windows(self, states: list[BlockState], count: int, *allowed: BlockState) -> list[int]:
         return [

@@ -336,12 +336,42 @@ def test_a_run_of_the_coldest_blocks_is_made_where_none_is_free() -> None:
     assert pool.allocate_run(13) is None
     assert pool.num_cached == 12
     assert pool.allocate_run(2, room=4) == between[:2]
-    assert pool.allocate_run(2, behind=between[1]) == between[2:]
+    assert pool.allocate_run(2, behind=between[1]) == between[2:], "texts behind those that were evicted"
     assert (pool.num_free, pool.num_cached) == (8, 8)
     assert pool.allocate_run(3, room=99) == warm[:3]
     assert pool.allocate_run(1, behind=cold[0]) is None
     assert hit_blocks(pool, TEXT[:16]) == cold
     assert hit_blocks(pool, [1, *TEXT[:15]]) == []
+
+
+def test_a_run_takes_what_it_needs_and_the_rest_when_it_gets_there() -> None:
+    """Room for growth costs no cached text before it is grown into."""
+    pool = BlockPool(9, BLOCK)
+    texts = [[mark, *TEXT[1:BLOCK]] for mark in range(100, 108)]
+    blocks = [cached(pool, text)[0] for text in texts]
+    assert sorted(blocks) == list(range(1, 9))
+    text_of = dict(zip(blocks, texts, strict=True))
+    run = pool.allocate_run(2, room=6)
+    assert run is not None and (pool.num_cached, pool.num_evictions) == (6, 2)
+    others = pool.allocate_run(1, room=1)
+    assert others is not None and others[0] not in range(run[0], run[0] + 6), "not in the way of the first"
+    for count in (1, 2):
+        way = list(range(run[-1] + 1, run[-1] + 1 + count))
+        assert all(hit_blocks(pool, text_of[block]) == [block] for block in way)
+        assert pool.allocate(count, behind=run[-1]) == way
+        run += way
+    assert (pool.num_cached, pool.num_evictions) == (2, 6)
+
+
+def test_a_hit_in_the_room_of_another_request_is_not_evicted() -> None:
+    pool = BlockPool(9, BLOCK)
+    blocks = [cached(pool, [mark, *TEXT[1:BLOCK]])[0] for mark in range(100, 108)]
+    run = pool.allocate_run(2, room=6)
+    assert run is not None
+    pool.take([run[-1] + 2])
+    grown = pool.allocate(2, behind=run[-1], room=4)
+    assert grown is not None and run[-1] + 2 not in grown
+    assert pool.references(run[-1] + 2) == 1 and set(grown) <= set(blocks)
 
 
 def test_a_run_is_made_where_there_is_room_to_grow() -> None:

@@ -71,11 +71,12 @@ _release = BlockPool._release
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_the_walk_finds_planted_faults(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, fault: object) -> None:
+    """Some show where texts share digests, others where more of them stay in the cache."""
     monkeypatch.setattr(owner, name, fault)
-    machine = CollidingPoolMachine()
-    try:
-        with pytest.raises(AssertionError):
-            for seed in range(8):
-                walk(machine, seed, 1000)
-    finally:
-        machine.teardown()
+    with pytest.raises(AssertionError):
+        for seed in range(8):
+            for machine in (CollidingPoolMachine(), PoolMachine()):
+                try:
+                    walk(machine, seed, 1000)
+                finally:
+                    machine.teardown()

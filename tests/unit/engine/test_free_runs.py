@@ -106,6 +106,17 @@ def test_the_longest_claim_gives_way_first() -> None:
     assert runs.take_run(5, room=5) == [10, 11, 12, 13, 14]
 
 
+def test_a_window_claims_blocks_that_are_not_free_yet() -> None:
+    runs = only(4, 5, 9)
+    assert runs.take_window(4, 2, room=5) == [4, 5]
+    assert (runs.claim(5), runs.claim(4), runs.claimed()) == (3, 0, {6, 7, 8})
+    runs.add(6)
+    assert runs.take_behind(5, 1, room=None) == [6]
+    assert runs.claimed() == {7, 8}
+    runs.unclaim(6)
+    assert runs.claimed() == set()
+
+
 def test_a_request_that_left_claims_nothing() -> None:
     runs = FreeRuns(1, 11)
     assert runs.take_run(2, room=10) == [1, 2]
