@@ -20,7 +20,8 @@ from unittest import mock
 from tests import tiny, tiny_kimi
 from tests.helped_drafts import help_drafts
 
-import paceline.engine.loop as loop_module
+import paceline.engine.graphs as graphs_module
+import paceline.engine.prompt_passes as prompts_module
 import paceline.engine.scheduler as scheduler_module
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.request import RequestDelta, RequestResult, SamplingParameters
@@ -236,6 +237,9 @@ def alone(kind: EngineKind, prompt: int, sampling: str, is_drafted: bool) -> Req
     return result
 
 
+PASSES = ((prompts_module, "prefill_chunk"), (prompts_module, "prefill_prompts"), (graphs_module, "decode_step"))
+
+
 class Interruption(Exception):
     """What a schedule raises in the middle of a step."""
 
@@ -255,11 +259,11 @@ class Moment:
     def watched(self, run_pass: Callable[..., Any]) -> Callable[..., Any]:
         """A pass of the models that is interrupted if it has to be."""
 
-        def watched_pass(*arguments: Any) -> Any:
+        def watched_pass(*arguments: Any, **options: Any) -> Any:
             wanted, self.interruption = self.interruption, None
             if wanted == "before":
                 raise Interruption
-            output = run_pass(*arguments)
+            output = run_pass(*arguments, **options)
             if wanted == "after":
                 raise Interruption
             return output
@@ -278,9 +282,9 @@ def run(schedule: Schedule, *, is_checked: bool = True) -> Outcome:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, {"PACELINE_DEBUG": str(int(is_checked))}))
         stack.enter_context(mock.patch.object(scheduler_module, "now_s", lambda: float(moment.step)))
-        for name in ("prefill_chunk", "decode_step"):
-            watched = moment.watched(getattr(loop_module, name))
-            stack.enter_context(mock.patch.object(loop_module, name, watched))
+        for module, name in PASSES:
+            watched = moment.watched(getattr(module, name))
+            stack.enter_context(mock.patch.object(module, name, watched))
         return _run(schedule, moment)
 
 
