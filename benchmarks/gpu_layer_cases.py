@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.ops.linear_gated import linear_gated_reference, linear_gated_triton
 from paceline.ops.linear_residual import linear_residual_reference, linear_residual_triton
-from paceline.ops.project_heads import Cells, HeadForm, Turned, project_heads_reference, project_heads_triton
+from paceline.ops.project_heads import Cells, HeadForm, project_heads_reference, project_heads_triton
 from paceline.ops.rotary import rotary_table
 from paceline.ops.skinny_product import Tile, new_counters
 
@@ -76,7 +76,7 @@ class Inputs(NamedTuple):
     x: Tensor
     heads: Tensor
     inside: Tensor
-    turned: Turned
+    turns: Tensor
     rows_T: Tensor
 
 
@@ -108,10 +108,10 @@ def make_inputs(shape: Shape, num_rows: int, device: torch.device) -> Inputs:
 
     half = shape.head_size // 2
     frequencies = 1e4 ** (-torch.arange(half, dtype=torch.float32, device=device) / half)
-    turned = Turned(rotary_table(frequencies, 2048), torch.arange(num_rows, device=device) + 700)
+    turns = rotary_table(frequencies, 2048)[700 : 700 + num_rows].contiguous()
     rows_T = torch.randperm(_BLOCKS * _BLOCK_SIZE, device=device)[:num_rows]
     return Inputs(
-        random(shape.width), random(shape.num_heads * shape.head_size), random(shape.intermediate_size), turned, rows_T
+        random(shape.width), random(shape.num_heads * shape.head_size), random(shape.intermediate_size), turns, rows_T
     )
 
 
@@ -122,7 +122,7 @@ def fused(shape: Shape, name: str, layer: Layer, inputs: Inputs, tile: Tile | No
         form = HeadForm(shape.num_heads, _EPS)
         cells = Cells(layer.planes, inputs.rows_T)
         return project_heads_triton(
-            inputs.x, weight, None, layer.gains[0], layer.qk_gains, inputs.turned, cells, form, **options
+            inputs.x, weight, None, layer.gains[0], layer.qk_gains, inputs.turns, cells, form, **options
         )
     if name == "gated":
         return linear_gated_triton(inputs.x, weight, None, layer.gains[1], _EPS, **options)
@@ -138,7 +138,7 @@ def error_of(shape: Shape, name: str, layer: Layer, inputs: Inputs, tile: Tile |
         cells = Cells(torch.zeros_like(layer.planes), inputs.rows_T)
         form = HeadForm(shape.num_heads, _EPS)
         expected = project_heads_reference(
-            inputs.x, weight, None, layer.gains[0], layer.qk_gains, inputs.turned, cells, form
+            inputs.x, weight, None, layer.gains[0], layer.qk_gains, inputs.turns, cells, form
         )
         stored = relative_error(
             layer.planes.flatten(2, 3)[:, :, inputs.rows_T], cells.planes.flatten(2, 3)[:, :, inputs.rows_T]

@@ -14,7 +14,7 @@ from paceline.ops.linear_gated import linear_gated_reference, linear_gated_trito
 from paceline.ops.linear_residual import linear_residual_reference, linear_residual_triton
 from paceline.ops.paged_attention import paged_attention_reference
 from paceline.ops.paged_attention_kernel import paged_attention_triton
-from paceline.ops.project_heads import Cells, HeadForm, Turned, project_heads_reference, project_heads_triton
+from paceline.ops.project_heads import Cells, HeadForm, project_heads_reference, project_heads_triton
 from paceline.ops.rotary import rotary_table
 from paceline.ops.skinny_product import Tile
 
@@ -134,7 +134,7 @@ def _heads(device: torch.device) -> Iterator[Case]:
                     None if is_neox else random(device, weight.shape[0], dtype=dtype),
                     random(device, width),
                     qk_gains,
-                    Turned(table, positions),
+                    table[positions],
                     Cells(planes, cells_T),
                     HeadForm(num_heads, _EPS, is_neox),
                 )

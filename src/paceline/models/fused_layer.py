@@ -6,7 +6,7 @@ runs follows from the number of rows alone. Attention must let the layer store k
 
 On a CPU the operations' definitions run in the same order, for tests.
 
-B requests, T tokens, D width, R = B * T rows.
+B requests, T tokens, D width, R = B * T rows, P pairs of channels that are turned.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.ops.linear_gated import linear_gated
 from paceline.ops.linear_residual import linear_residual
 from paceline.ops.paged_attention import PagedAttend
 from paceline.ops.place_heads import place_heads
-from paceline.ops.project_heads import Cells, HeadForm, Turned, project_heads
+from paceline.ops.project_heads import Cells, HeadForm, project_heads
 from paceline.ops.skinny_product import LARGEST_ROWS, new_counters
 
 if TYPE_CHECKING:
@@ -87,14 +87,14 @@ def fuse(input_norm: RMSNorm, attention: SelfAttention, mlp_norm: RMSNorm, mlp: 
 
 
 def run_fused(
-    fused: FusedLayer, x_BTD: Tensor, turned: Turned, attend: PagedAttend, layer: int, *, is_neox_style: bool
+    fused: FusedLayer, x_BTD: Tensor, turns_R2P: Tensor, attend: PagedAttend, layer: int, *, is_neox_style: bool
 ) -> Tensor:
     """Return the residual stream after a layer, a new tensor.
 
     Args:
         fused: the layer.
         x_BTD: the stream before.
-        turned: positions of all B * T rows.
+        turns_R2P: float32, rows of the position table for all B * T rows.
         attend: attention of the rows.
         layer: its number there.
         is_neox_style: the pairing of turned channels.
@@ -103,13 +103,13 @@ def run_fused(
     x_RD = x_BTD.reshape(B * T, D)
     form = HeadForm(fused.num_heads, fused.eps, is_neox_style, fused.value_scale)
     run = _run_few if fused.most_rows >= B * T else _run_many
-    return run(fused, x_RD, turned, attend, layer, form, (B, T)).view(B, T, D)
+    return run(fused, x_RD, turns_R2P, attend, layer, form, (B, T)).view(B, T, D)
 
 
 def _run_few(
     fused: FusedLayer,
     x_RD: Tensor,
-    turned: Turned,
+    turns_R2P: Tensor,
     attend: PagedAttend,
     layer: int,
     form: HeadForm,
@@ -121,7 +121,7 @@ def _run_few(
         x_RD,
         fused.qkv,
         fused.input_gain_D,
-        turned,
+        turns_R2P,
         Cells(*attend.cells(layer)),
         form,
         bias_X=fused.qkv_bias,
@@ -137,7 +137,7 @@ def _run_few(
 def _run_many(
     fused: FusedLayer,
     x_RD: Tensor,
-    turned: Turned,
+    turns_R2P: Tensor,
     attend: PagedAttend,
     layer: int,
     form: HeadForm,
@@ -146,7 +146,7 @@ def _run_many(
     """The library's products, and one launch between two of them."""
     _, y_RD = add_norm(x_RD, None, fused.input_gain_D, eps=fused.eps)
     qkv_RX = functional.linear(y_RD, fused.qkv, fused.qkv_bias)
-    q_RNH = place_heads(qkv_RX, turned, Cells(*attend.cells(layer)), form, qk_gains=fused.qk_gains)
+    q_RNH = place_heads(qkv_RX, turns_R2P, Cells(*attend.cells(layer)), form, qk_gains=fused.qk_gains)
     y_RX = attend.stored(layer, q_RNH.unflatten(0, shape), sink_N=fused.sink_N).flatten(2).flatten(0, 1)
     y_RD = functional.linear(y_RX, fused.o, fused.o_bias)
     x_RD, y_RD = add_norm(x_RD, y_RD, fused.mlp_gain_D, eps=fused.eps)

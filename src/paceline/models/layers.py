@@ -21,12 +21,12 @@ from paceline.ops.linear import FILLED_ROWS, can_pack, linear_packed, linear_row
 from paceline.ops.native import rows as native_rows
 from paceline.ops.native.rows import NativeWeight
 from paceline.ops.paged_attention import PagedAttend
-from paceline.ops.project_heads import Turned
 from paceline.ops.rms_norm import MirroredGain, mirror_gain, rms_norm, rms_norm_mirrored
 from paceline.ops.rotary import expand_rotary, turn_heads
 
 LinearMode = Literal["plain", "packed", "native", "row_invariant", "fused"]
 RotaryRows = tuple[Tensor, Tensor]  # from `ops.rotary.expand_rotary`, for the tokens of one forward pass
+FusedRows = Tensor  # float32 [B * T, 2, R / 2], rows of a position table, for fused layers
 
 
 class Attend(Protocol):
@@ -181,8 +181,8 @@ def positions_for(
     *,
     are_fused: bool,
     is_neox_style: bool = True,
-) -> RotaryRows | Turned:
-    """What the layers of one pass take as positions: fused ones read the table themselves.
+) -> RotaryRows | FusedRows:
+    """What the layers of one pass take as positions.
 
     Args:
         attend: attention of the pass; fused layers run where it is a `PagedAttend`.
@@ -193,7 +193,7 @@ def positions_for(
         is_neox_style: the pairing of turned channels.
     """
     if are_fused and isinstance(attend, PagedAttend):
-        return Turned(table_P2R, positions_BT.flatten())
+        return table_P2R[positions_BT.flatten()]
     return expand_rotary(table_P2R[positions_BT], dtype, is_neox_style=is_neox_style)
 
 
@@ -396,14 +396,14 @@ class DecoderLayer(nn.Module):
 
     @property
     def is_fused(self) -> bool:
-        """Whether it takes positions as `Turned` where attention is a `PagedAttend`."""
+        """Whether it takes `FusedRows` where attention is a `PagedAttend`."""
         return self._fused is not None
 
     def forward(
-        self, x_BTD: Tensor, rows: RotaryRows | Turned, attend: Attend, layer: int, *, is_neox_style: bool = True
+        self, x_BTD: Tensor, rows: RotaryRows | FusedRows, attend: Attend, layer: int, *, is_neox_style: bool = True
     ) -> Tensor:
         """Return the residual stream after this layer, a new tensor: the one handed in may have been tapped."""
-        if isinstance(rows, Turned):
+        if isinstance(rows, Tensor):
             assert self._fused is not None and isinstance(attend, PagedAttend), "the caller asks `positions_for`"
             return run_fused(self._fused, x_BTD, rows, attend, layer, is_neox_style=is_neox_style)
         if self._native is not None and is_neox_style:

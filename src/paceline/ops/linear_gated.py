@@ -16,6 +16,7 @@ from paceline.ops.dispatch import choose, kernel, tl, triton
 from paceline.ops.gated_activation import Activation, gated_activation_reference
 from paceline.ops.skinny_product import (
     Tile,
+    begin_run,
     check_product,
     choose_tile,
     launch_options,
@@ -63,6 +64,10 @@ def _linear_gated_kernel(
 ) -> None:
     output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
     existing = tl.minimum(output, NUM_OUTPUTS - 1)
+    begin_run(weight_ptr, existing, existing + NUM_OUTPUTS, WIDTH, PART, True, PREFETCHED, IS_DEPENDENT)
+    is_output = output < NUM_OUTPUTS
+    gate_bias = tl.load(bias_ptr + output, mask=is_output & HAS_BIAS, other=0.0)
+    up_bias = tl.load(bias_ptr + NUM_OUTPUTS + output, mask=is_output & HAS_BIAS, other=0.0)
     gate, up, squares, is_last = product_of_run(
         x_ptr,
         gain_ptr,
@@ -80,21 +85,19 @@ def _linear_gated_kernel(
         BLOCK,
         HAS_GAIN,
         True,
-        PREFETCHED,
-        IS_DEPENDENT,
     )
-    row = tl.arange(0, ROWS)
-    is_output = (output < NUM_OUTPUTS) & is_last
     if HAS_GAIN:
         factor = tl.rsqrt(squares / WIDTH + eps)[:, None]
         gate *= factor
         up *= factor
     if HAS_BIAS:
-        gate += tl.load(bias_ptr + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
-        up += tl.load(bias_ptr + NUM_OUTPUTS + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
+        gate += gate_bias.to(tl.float32)[None, :]
+        up += up_bias.to(tl.float32)[None, :]
     y = gate * up / (1.0 + tl.exp(-gate))
+    row = tl.arange(0, ROWS)
     cell = row.to(tl.int64)[:, None] * NUM_OUTPUTS + output[None, :]
-    tl.store(y_ptr + cell, y.to(y_ptr.dtype.element_ty), mask=(row < num_rows)[:, None] & is_output[None, :])
+    stores = (row < num_rows)[:, None] & is_output[None, :] & is_last
+    tl.store(y_ptr + cell, y.to(y_ptr.dtype.element_ty), mask=stores)
 
 
 def linear_gated_triton(

@@ -16,6 +16,7 @@ from paceline.errors import ShapeError
 from paceline.ops.dispatch import choose, kernel, tl, triton
 from paceline.ops.skinny_product import (
     Tile,
+    begin_run,
     check_product,
     choose_tile,
     launch_options,
@@ -69,6 +70,13 @@ def _linear_residual_kernel(
 ) -> None:
     output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
     existing = tl.minimum(output, NUM_OUTPUTS - 1)
+    begin_run(weight_ptr, existing, existing, WIDTH, PART, False, PREFETCHED, IS_DEPENDENT)
+    row = tl.arange(0, ROWS)
+    is_output = output < NUM_OUTPUTS
+    is_cell = (row < num_rows)[:, None] & is_output[None, :]
+    cell = row.to(tl.int64)[:, None] * NUM_OUTPUTS + output[None, :]
+    residual = tl.load(residual_ptr + cell, mask=is_cell & HAS_RESIDUAL, other=0.0)
+    bias = tl.load(bias_ptr + output, mask=is_output & HAS_BIAS, other=0.0)
     sums, _, squares, is_last = product_of_run(
         x_ptr,
         gain_ptr,
@@ -86,20 +94,14 @@ def _linear_residual_kernel(
         BLOCK,
         HAS_GAIN,
         False,
-        PREFETCHED,
-        IS_DEPENDENT,
     )
-    row = tl.arange(0, ROWS)
-    is_output = (output < NUM_OUTPUTS) & is_last
-    is_cell = (row < num_rows)[:, None] & is_output[None, :]
-    cell = row.to(tl.int64)[:, None] * NUM_OUTPUTS + output[None, :]
     if HAS_GAIN:
         sums *= tl.rsqrt(squares / WIDTH + eps)[:, None]
     if HAS_BIAS:
-        sums += tl.load(bias_ptr + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
+        sums += bias.to(tl.float32)[None, :]
     if HAS_RESIDUAL:
-        sums += tl.load(residual_ptr + cell, mask=is_cell, other=0.0).to(tl.float32)
-    tl.store(y_ptr + cell, sums.to(y_ptr.dtype.element_ty), mask=is_cell)
+        sums += residual.to(tl.float32)
+    tl.store(y_ptr + cell, sums.to(y_ptr.dtype.element_ty), mask=is_cell & is_last)
 
 
 def linear_residual_triton(

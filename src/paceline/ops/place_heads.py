@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from paceline.ops.dispatch import choose, dependent_launch, kernel, tl, triton
-from paceline.ops.project_heads import Cells, HeadForm, Turned, check_heads, finish_heads_reference
+from paceline.ops.project_heads import Cells, HeadForm, check_heads, finish_heads_reference
 
 _LARGEST_TILE = 2048  # pairs of channels per program
 
 
 def place_heads_reference(
-    qkv_TX: Tensor, qk_gains: tuple[Tensor, Tensor] | None, turned: Turned, cells: Cells, form: HeadForm
+    qkv_TX: Tensor, qk_gains: tuple[Tensor, Tensor] | None, turns_T2R: Tensor, cells: Cells, form: HeadForm
 ) -> Tensor:
     """The definition."""
-    return finish_heads_reference(qkv_TX, qk_gains, turned, cells, form, qkv_TX.dtype)
+    return finish_heads_reference(qkv_TX, qk_gains, turns_T2R, cells, form, qkv_TX.dtype)
 
 
 @kernel
@@ -27,12 +27,10 @@ def _place_heads_kernel(
     qkv_ptr: tl.tensor,
     q_gain_ptr: tl.tensor,
     k_gain_ptr: tl.tensor,
-    table_ptr: tl.tensor,
-    position_ptr: tl.tensor,
+    turn_ptr: tl.tensor,
     row_ptr: tl.tensor,
     planes_ptr: tl.tensor,
     q_ptr: tl.tensor,
-    num_positions: tl.tensor,
     side_stride: tl.tensor,
     head_stride: tl.tensor,
     eps: tl.tensor,
@@ -79,10 +77,9 @@ def _place_heads_kernel(
         gain = tl.load(q_gain_ptr + other_channel[None, :] + head[:, None] * 0, mask=reads_q, other=0.0).to(tl.float32)
         gain += tl.load(k_gain_ptr + other_channel[None, :] + head[:, None] * 0, mask=reads_k, other=0.0).to(tl.float32)
         second = tl.where(turns, (second * factor * gain).to(dtype).to(tl.float32), second)
-    position = tl.minimum(tl.load(position_ptr + row), num_positions - 1)
-    table_row = table_ptr + position * (2 * TURNED) + pair
-    cosine = tl.load(table_row, mask=is_turned, other=1.0).to(dtype).to(tl.float32)[None, :]
-    sine = tl.load(table_row + TURNED, mask=is_turned, other=0.0).to(dtype).to(tl.float32)[None, :]
+    turn_at = turn_ptr + row * (2 * TURNED) + pair
+    cosine = tl.load(turn_at, mask=is_turned, other=1.0).to(dtype).to(tl.float32)[None, :]
+    sine = tl.load(turn_at + TURNED, mask=is_turned, other=0.0).to(dtype).to(tl.float32)[None, :]
     turned = (first * cosine).to(dtype).to(tl.float32) - second * sine
     other_turned = (second * cosine).to(dtype).to(tl.float32) + first * sine
     first = tl.where(turns, turned, first * value_scale).to(dtype)
@@ -101,7 +98,7 @@ def _place_heads_kernel(
 
 
 def place_heads_triton(
-    qkv_TX: Tensor, qk_gains: tuple[Tensor, Tensor] | None, turned: Turned, cells: Cells, form: HeadForm
+    qkv_TX: Tensor, qk_gains: tuple[Tensor, Tensor] | None, turns_T2R: Tensor, cells: Cells, form: HeadForm
 ) -> Tensor:
     """Launch one program per row and run of heads."""
     qkv_TX = qkv_TX.contiguous()
@@ -117,12 +114,10 @@ def place_heads_triton(
             qkv_TX,
             q_gain,
             k_gain,
-            turned.table_P2R,
-            turned.positions_T.contiguous(),
+            turns_T2R.contiguous(),
             cells.rows_T.contiguous(),
             cells.planes,
             q_TNH,
-            turned.table_P2R.shape[0],
             cells.planes.stride(0),
             cells.planes.stride(1),
             form.eps,
@@ -130,7 +125,7 @@ def place_heads_triton(
             NUM_HEADS=form.num_heads,
             NUM_KV_HEADS=num_kv_heads,
             HEAD_SIZE=head_size,
-            TURNED=turned.table_P2R.shape[2],
+            TURNED=turns_T2R.shape[2],
             IS_NEOX=form.is_neox_style,
             HAS_QK_NORM=qk_gains is not None,
             HEADS=heads,
@@ -143,7 +138,7 @@ def place_heads_triton(
 
 def place_heads(
     qkv_TX: Tensor,
-    turned: Turned,
+    turns_T2R: Tensor,
     cells: Cells,
     form: HeadForm,
     *,
@@ -153,7 +148,7 @@ def place_heads(
 
     Args:
         qkv_TX: queries, then keys, then values.
-        turned: positions.
+        turns_T2R: float32, rows of `rotary_table` at the rows' positions.
         cells: where keys and values go.
         form: what is done with the heads.
         qk_gains: of the norms of each query head and each key head, [H] each; None where there are none.
@@ -162,6 +157,6 @@ def place_heads(
     Raises:
         ShapeError: the tensors do not fit each other.
     """
-    check_heads(qkv_TX.shape[1], qkv_TX.shape[0], turned, cells, form)
+    check_heads(qkv_TX.shape[1], qkv_TX.shape[0], turns_T2R, cells, form)
     run = choose("place_heads", qkv_TX, place_heads_reference, place_heads_triton)
-    return run(qkv_TX, qk_gains, turned, cells, form)
+    return run(qkv_TX, qk_gains, turns_T2R, cells, form)

@@ -7,8 +7,8 @@ Sums are float32; heads are rounded to the rows' dtype once and turned with cosi
 `turn_heads` does. A program takes pairs of channels that are turned together, the first of each pair in one run of
 outputs, the second in another, so that both pairings are the same arithmetic. Where heads are normed it takes a whole
 one. Channels that are not turned make pairs as well.
-T rows (at most 64 in the kernel), D width, N query heads, M key/value heads, H head size, P positions of the table, R
-pairs that are turned, X = (N + 2M) * H.
+T rows (at most 64 in the kernel), D width, N query heads, M key/value heads, H head size, R pairs that are turned,
+X = (N + 2M) * H.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from paceline.ops.rms_norm import rms_norm_reference
 from paceline.ops.rotary import expand_rotary, turn_heads
 from paceline.ops.skinny_product import (
     Tile,
+    begin_run,
     check_product,
     choose_tile,
     launch_options,
@@ -49,18 +50,6 @@ class HeadForm(NamedTuple):
     value_scale: float = 1.0
 
 
-class Turned(NamedTuple):
-    """Where rows stand.
-
-    Attributes:
-        table_P2R: float32 rows of `rotary_table`; positions past its end are turned as the last one.
-        positions_T: int64.
-    """
-
-    table_P2R: Tensor
-    positions_T: Tensor
-
-
 class Cells(NamedTuple):
     """Where keys and values go.
 
@@ -76,7 +65,7 @@ class Cells(NamedTuple):
 def finish_heads_reference(
     qkv_TX: Tensor,
     qk_gains: tuple[Tensor, Tensor] | None,
-    turned: Turned,
+    turns_T2R: Tensor,
     cells: Cells,
     form: HeadForm,
     dtype: torch.dtype,
@@ -86,8 +75,7 @@ def finish_heads_reference(
     q, k, v = qkv_TX.unflatten(-1, (-1, head_size)).split((form.num_heads, num_kv_heads, num_kv_heads), dim=-2)
     if qk_gains is not None:
         q, k = (rms_norm_reference(heads.float(), gain, form.eps) for heads, gain in zip((q, k), qk_gains, strict=True))
-    positions_T = turned.positions_T.clamp(max=turned.table_P2R.shape[0] - 1)
-    turns = expand_rotary(turned.table_P2R[positions_T], dtype, is_neox_style=form.is_neox_style)
+    turns = expand_rotary(turns_T2R, dtype, is_neox_style=form.is_neox_style)
     q, k = (turn_heads(heads.to(dtype), turns, is_neox_style=form.is_neox_style) for heads in (q, k))
     v = v.to(dtype)
     if form.value_scale != 1.0:
@@ -104,7 +92,7 @@ def project_heads_reference(
     bias_X: Tensor | None,
     gain_D: Tensor | None,
     qk_gains: tuple[Tensor, Tensor] | None,
-    turned: Turned,
+    turns_T2R: Tensor,
     cells: Cells,
     form: HeadForm,
 ) -> Tensor:
@@ -112,7 +100,7 @@ def project_heads_reference(
     qkv_TX = norm_times_weight(x_TD, weight_XD, gain_D, form.eps)
     if bias_X is not None:
         qkv_TX = qkv_TX + bias_X.float()
-    return finish_heads_reference(qkv_TX, qk_gains, turned, cells, form, x_TD.dtype)
+    return finish_heads_reference(qkv_TX, qk_gains, turns_T2R, cells, form, x_TD.dtype)
 
 
 @kernel
@@ -123,15 +111,13 @@ def _project_heads_kernel(
     bias_ptr: tl.tensor,
     q_gain_ptr: tl.tensor,
     k_gain_ptr: tl.tensor,
-    table_ptr: tl.tensor,
-    position_ptr: tl.tensor,
+    turn_ptr: tl.tensor,
     row_ptr: tl.tensor,
     planes_ptr: tl.tensor,
     q_ptr: tl.tensor,
     parts_ptr: tl.tensor,
     counter_ptr: tl.tensor,
     num_rows: tl.tensor,
-    num_positions: tl.tensor,
     side_stride: tl.tensor,
     head_stride: tl.tensor,
     eps: tl.tensor,
@@ -170,6 +156,21 @@ def _project_heads_kernel(
         other_channel = tl.where(is_turned, 2 * pair + 1, pair + PAIRS)
     output = (head * HEAD_SIZE + channel).to(tl.int64)
     other_output = (head * HEAD_SIZE + other_channel).to(tl.int64)
+    begin_run(weight_ptr, output, other_output, WIDTH, PART, True, PREFETCHED, IS_DEPENDENT)
+    row = tl.arange(0, ROWS)
+    is_row = row < num_rows
+    dtype = q_ptr.dtype.element_ty
+    is_turned_head = head < NUM_HEADS + NUM_KV_HEADS
+    stored_at = tl.load(row_ptr + row, mask=is_row, other=0)
+    turn_at = turn_ptr + row[:, None] * (2 * TURNED) + pair[None, :]
+    reads = is_row[:, None] & is_turned[None, :] & is_turned_head
+    cosine = tl.load(turn_at, mask=reads, other=1.0)
+    sine = tl.load(turn_at + TURNED, mask=reads, other=0.0)
+    bias = tl.load(bias_ptr + output, mask=is_pair & HAS_BIAS, other=0.0)
+    other_bias = tl.load(bias_ptr + other_output, mask=is_pair & HAS_BIAS, other=0.0)
+    gains = q_gain_ptr if head < NUM_HEADS else k_gain_ptr
+    gain = tl.load(gains + channel, mask=is_pair & HAS_QK_NORM, other=1.0)
+    other_gain = tl.load(gains + other_channel, mask=is_pair & HAS_QK_NORM, other=1.0)
     first, second, squares, is_last = product_of_run(
         x_ptr,
         gain_ptr,
@@ -187,34 +188,25 @@ def _project_heads_kernel(
         BLOCK,
         HAS_GAIN,
         True,
-        PREFETCHED,
-        IS_DEPENDENT,
     )
-    row = tl.arange(0, ROWS)
-    is_row = (row < num_rows) & is_last
-    is_cell = is_row[:, None] & is_pair[None, :]
-    dtype = q_ptr.dtype.element_ty
+    is_cell = is_row[:, None] & is_pair[None, :] & is_last
     if HAS_GAIN:
         factor = tl.rsqrt(squares / WIDTH + eps)[:, None]
         first *= factor
         second *= factor
     if HAS_BIAS:
-        first += tl.load(bias_ptr + output).to(tl.float32)[None, :]
-        second += tl.load(bias_ptr + other_output).to(tl.float32)[None, :]
-    if head < NUM_HEADS + NUM_KV_HEADS:
+        first += bias.to(tl.float32)[None, :]
+        second += other_bias.to(tl.float32)[None, :]
+    if is_turned_head:
         if HAS_QK_NORM:
-            gains = q_gain_ptr if head < NUM_HEADS else k_gain_ptr
             of_head = tl.where(is_pair[None, :], first * first + second * second, 0.0)
             factor = tl.rsqrt(tl.sum(of_head, axis=1) / HEAD_SIZE + eps)[:, None]
-            first *= factor * tl.load(gains + channel).to(tl.float32)[None, :]
-            second *= factor * tl.load(gains + other_channel).to(tl.float32)[None, :]
+            first *= factor * gain.to(tl.float32)[None, :]
+            second *= factor * other_gain.to(tl.float32)[None, :]
         first = first.to(dtype).to(tl.float32)
         second = second.to(dtype).to(tl.float32)
-        position = tl.minimum(tl.load(position_ptr + row, mask=is_row, other=0), num_positions - 1)
-        table_row = table_ptr + position[:, None] * (2 * TURNED) + pair[None, :]
-        reads = is_cell & is_turned[None, :]
-        cosine = tl.load(table_row, mask=reads, other=1.0).to(dtype).to(tl.float32)
-        sine = tl.load(table_row + TURNED, mask=reads, other=0.0).to(dtype).to(tl.float32)
+        cosine = cosine.to(dtype).to(tl.float32)
+        sine = sine.to(dtype).to(tl.float32)
         turned = (first * cosine).to(dtype).to(tl.float32) - second * sine
         second = (second * cosine).to(dtype).to(tl.float32) + first * sine
         first = turned
@@ -223,16 +215,13 @@ def _project_heads_kernel(
         second = second.to(dtype).to(tl.float32) * value_scale
     if head < NUM_HEADS:
         at = q_ptr + (row.to(tl.int64) * NUM_HEADS + head)[:, None] * HEAD_SIZE
-        tl.store(at + channel[None, :], first.to(dtype), mask=is_cell)
-        tl.store(at + other_channel[None, :], second.to(dtype), mask=is_cell)
     else:
         side = (head - NUM_HEADS) // NUM_KV_HEADS
         kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
-        stored_at = tl.load(row_ptr + row, mask=is_row, other=0)
         plane = planes_ptr + side.to(tl.int64) * side_stride + kv_head.to(tl.int64) * head_stride
         at = plane + stored_at[:, None] * HEAD_SIZE
-        tl.store(at + channel[None, :], first.to(dtype), mask=is_cell)
-        tl.store(at + other_channel[None, :], second.to(dtype), mask=is_cell)
+    tl.store(at + channel[None, :], first.to(dtype), mask=is_cell)
+    tl.store(at + other_channel[None, :], second.to(dtype), mask=is_cell)
 
 
 def project_heads_triton(
@@ -241,7 +230,7 @@ def project_heads_triton(
     bias_X: Tensor | None,
     gain_D: Tensor | None,
     qk_gains: tuple[Tensor, Tensor] | None,
-    turned: Turned,
+    turns_T2R: Tensor,
     cells: Cells,
     form: HeadForm,
     *,
@@ -268,14 +257,12 @@ def project_heads_triton(
             x_TD if bias_X is None else bias_X,
             q_gain,
             k_gain,
-            turned.table_P2R,
-            turned.positions_T.contiguous(),
+            turns_T2R.contiguous(),
             cells.rows_T.contiguous(),
             cells.planes,
             q_TNH,
             *new_parts(tile, num_runs, x_TD, counters),
             num_rows,
-            turned.table_P2R.shape[0],
             cells.planes.stride(0),
             cells.planes.stride(1),
             form.eps,
@@ -283,7 +270,7 @@ def project_heads_triton(
             NUM_HEADS=form.num_heads,
             NUM_KV_HEADS=num_kv_heads,
             HEAD_SIZE=head_size,
-            TURNED=turned.table_P2R.shape[2],
+            TURNED=turns_T2R.shape[2],
             IS_NEOX=form.is_neox_style,
             HAS_BIAS=bias_X is not None,
             HAS_QK_NORM=qk_gains is not None,
@@ -297,7 +284,7 @@ def project_heads(
     x_TD: Tensor,
     weight_XD: Tensor,
     gain_D: Tensor | None,
-    turned: Turned,
+    turns_T2R: Tensor,
     cells: Cells,
     form: HeadForm,
     *,
@@ -312,7 +299,7 @@ def project_heads(
         x_TD: rows; at most `skinny_product.LARGEST_ROWS` on a GPU.
         weight_XD: contiguous, in the rows' dtype; queries, then keys, then values.
         gain_D: of the norm before, in any float dtype; None where rows come as the projection takes them.
-        turned: positions.
+        turns_T2R: float32, rows of `rotary_table` at the rows' positions.
         cells: where keys and values go.
         form: what is done with the heads.
         bias_X: of the projection.
@@ -325,26 +312,27 @@ def project_heads(
         ShapeError: the tensors do not fit each other.
     """
     check_product(x_TD, weight_XD, bias_X)
-    check_heads(weight_XD.shape[0], x_TD.shape[0], turned, cells, form)
+    check_heads(weight_XD.shape[0], x_TD.shape[0], turns_T2R, cells, form)
     run = choose("project_heads", x_TD, project_heads_reference, project_heads_triton)
     if run is project_heads_reference:
-        return project_heads_reference(x_TD, weight_XD, bias_X, gain_D, qk_gains, turned, cells, form)
+        return project_heads_reference(x_TD, weight_XD, bias_X, gain_D, qk_gains, turns_T2R, cells, form)
     return project_heads_triton(
-        x_TD, weight_XD, bias_X, gain_D, qk_gains, turned, cells, form, tile=tile, counters=counters
+        x_TD, weight_XD, bias_X, gain_D, qk_gains, turns_T2R, cells, form, tile=tile, counters=counters
     )
 
 
-def check_heads(num_outputs: int, num_rows: int, turned: Turned, cells: Cells, form: HeadForm) -> None:
+def check_heads(num_outputs: int, num_rows: int, turns_T2R: Tensor, cells: Cells, form: HeadForm) -> None:
     """Refuse what does not fit.
 
     Raises:
-        ShapeError: the projection does not have these heads, or rows, positions and cells differ in number.
+        ShapeError: the projection does not have these heads, or rows, turns and cells differ in number.
     """
     num_kv_heads, head_size = cells.planes.shape[1], cells.planes.shape[4]
-    expected = (form.num_heads + 2 * num_kv_heads) * head_size
-    if num_outputs != expected or head_size % 2:
-        raise ShapeError("heads", expected=f"{expected} outputs for heads of {head_size}", found=[num_outputs])
-    if turned.positions_T.shape != (num_rows,):
-        raise ShapeError("positions", expected=[num_rows], found=turned.positions_T.shape)
+    needed = (form.num_heads + 2 * num_kv_heads) * head_size
+    if num_outputs != needed or head_size % 2:
+        raise ShapeError("heads", expected=f"{needed} outputs for heads of {head_size}", found=[num_outputs])
+    if turns_T2R.shape[:2] != (num_rows, 2) or 2 * turns_T2R.shape[2] > head_size:
+        expected = f"[{num_rows}, 2, at most {head_size // 2}]"
+        raise ShapeError("turns", expected=expected, found=turns_T2R.shape)
     if cells.rows_T.shape != (num_rows,):
         raise ShapeError("rows", expected=[num_rows], found=cells.rows_T.shape)

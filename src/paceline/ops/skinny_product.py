@@ -176,6 +176,42 @@ def _prefetch(weight_ptr: tl.tensor, output: tl.tensor, WIDTH: tl.constexpr, INP
 
 
 @kernel
+def begin_run(
+    weight_ptr: tl.tensor,
+    output: tl.tensor,
+    other_output: tl.tensor,
+    WIDTH: tl.constexpr,
+    PART: tl.constexpr,
+    IS_PAIR: tl.constexpr,
+    PREFETCHED: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+) -> None:
+    """Wait for the launch ahead, where this one may begin before that has ended; the weight is asked for meanwhile.
+
+    The weight is constant. All else may be an earlier launch's to write, or to read, until the wait is over. What the
+    end of a kernel needs is best read right behind it: it arrives while the product runs.
+
+    Args:
+        weight_ptr: [outputs, WIDTH].
+        output: int64 [OUTPUTS], rows of the weight.
+        other_output: as many more, for a pair.
+        WIDTH: I.
+        PART: inputs per part.
+        IS_PAIR: whether there are two runs.
+        PREFETCHED: inputs of each weight row that are asked for.
+        IS_DEPENDENT: see above.
+    """
+    if IS_DEPENDENT:
+        if PREFETCHED > 0:
+            first = tl.minimum(tl.program_id(1) * PART, WIDTH - PREFETCHED)
+            _prefetch(weight_ptr + first, output, WIDTH, PREFETCHED)
+            if IS_PAIR:
+                _prefetch(weight_ptr + first, other_output, WIDTH, PREFETCHED)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@kernel
 def product_of_run(
     x_ptr: tl.tensor,
     gain_ptr: tl.tensor,
@@ -193,10 +229,8 @@ def product_of_run(
     BLOCK: tl.constexpr,
     HAS_GAIN: tl.constexpr,
     IS_PAIR: tl.constexpr,
-    PREFETCHED: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
 ) -> tl.tensor:
-    """Sums of two runs of outputs, in a grid of (runs, parts).
+    """Sums of two runs of outputs, in a grid of (runs, parts), after `begin_run`.
 
     Args:
         x_ptr: [rows, WIDTH].
@@ -215,22 +249,12 @@ def product_of_run(
         BLOCK: see PARTS.
         HAS_GAIN: whether rows are multiplied with a gain, and squares summed.
         IS_PAIR: whether there are two runs.
-        PREFETCHED: inputs of each weight row that are asked for before the wait.
-        IS_DEPENDENT: whether this launch may begin before the one before it has ended.
     Returns:
         Both sums, [ROWS, OUTPUTS], the second zeros without a pair; [ROWS] squares, zeros without a gain; and whether
         this is the program that has them. Others have a part of the sums, and write nothing.
     """
     run, part = tl.program_id(0), tl.program_id(1)
     first = part * PART
-    if IS_DEPENDENT:
-        # The weight is constant; all else may be an earlier kernel's to write, or to read, until the wait is over.
-        if PREFETCHED > 0:
-            _prefetch(weight_ptr + tl.minimum(first, WIDTH - PREFETCHED), output, WIDTH, PREFETCHED)
-            if IS_PAIR:
-                _prefetch(weight_ptr + tl.minimum(first, WIDTH - PREFETCHED), other_output, WIDTH, PREFETCHED)
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK)
     is_row = (row < num_rows)[:, None]
     sums = tl.zeros([ROWS, OUTPUTS], dtype=tl.float32)

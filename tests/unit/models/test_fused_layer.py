@@ -17,7 +17,6 @@ from paceline.models.layers import DecoderLayer, LinearMode, SelfAttention, posi
 from paceline.models.positions import position_table
 from paceline.ops import linear_residual as linear_residual_file
 from paceline.ops.paged_attention import PagedAttend
-from paceline.ops.project_heads import Turned
 
 SHAPES = [(1, 1), (1, 5), (4, 1), (3, 6)]
 
@@ -87,7 +86,7 @@ def run(
     rows = positions_for(
         attend, table, positions, x_BTD.dtype, are_fused=is_fused and layer.is_fused, is_neox_style=is_neox_style
     )
-    assert isinstance(rows, Turned) is is_fused
+    assert isinstance(rows, Tensor) is is_fused
     with torch.inference_mode():
         y: Tensor = layer(x_BTD, rows, attend, 7, is_neox_style=is_neox_style)
     return y
@@ -151,7 +150,7 @@ def _run_many(layer: DecoderLayer, rows: int) -> None:
     attend = Mixes((1, rows), 2, 8, torch.float32)
     table = position_table(RopeSettings(theta=100.0), 8, 128)
     with torch.inference_mode():
-        layer(torch.randn(1, rows, 48), Turned(table, torch.arange(rows)), attend, 0)
+        layer(torch.randn(1, rows, 48), table[:rows], attend, 0)
 
 
 def test_sinks_reach_attention() -> None:
@@ -159,7 +158,7 @@ def test_sinks_reach_attention() -> None:
     attend = Mixes((1, 2), 2, 8, torch.float32)
     table = position_table(RopeSettings(theta=100.0), 8, 64)
     with torch.inference_mode():
-        layer(torch.randn(1, 2, 48), Turned(table, torch.arange(2)), attend, 0)
+        layer(torch.randn(1, 2, 48), table[:2], attend, 0)
     (sink,) = attend.sinks
     assert sink is not None and torch.equal(sink, layer.self_attn.attention_sink_bias)
 

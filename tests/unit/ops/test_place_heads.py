@@ -18,17 +18,17 @@ def test_it_is_the_second_half_of_project_heads(has_qk_norm: bool) -> None:
     other = given.on(torch.device("cpu"))
     assert given.bias is not None
     q = project_heads(
-        *given[:2], None, given.turned, given.cells, given.form, bias_X=given.bias, qk_gains=given.qk_gains
+        *given[:2], None, given.turns, given.cells, given.form, bias_X=given.bias, qk_gains=given.qk_gains
     )
     qkv = given.x @ given.weight.T + given.bias
-    placed = place_heads(qkv, other.turned, other.cells, other.form, qk_gains=other.qk_gains)
+    placed = place_heads(qkv, other.turns, other.cells, other.form, qk_gains=other.qk_gains)
     assert_same(placed, other.cells, q, given.cells, is_interpreted=True)
 
 
 def test_heads_that_do_not_fit_are_refused() -> None:
     given = inputs(2)
     with pytest.raises(ShapeError, match="heads has shape"):
-        place_heads(torch.zeros(2, 96), given.turned, given.cells, given.form)
+        place_heads(torch.zeros(2, 96), given.turns, given.cells, given.form)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -55,11 +55,11 @@ def test_the_kernel_agrees_with_the_reference(
     )
     qkv = (given.x.float() @ given.weight.float().T).to(dtype)
     there = given.on(kernel_device)
-    expected_q = place_heads_reference(qkv, given.qk_gains, given.turned, given.cells, given.form)
-    q = place_heads_triton(qkv.to(kernel_device), there.qk_gains, there.turned, there.cells, there.form)
+    expected_q = place_heads_reference(qkv, given.qk_gains, given.turns, given.cells, given.form)
+    q = place_heads_triton(qkv.to(kernel_device), there.qk_gains, there.turns, there.cells, there.form)
     assert_same(q, there.cells, expected_q, given.cells, is_interpreted=kernel_device.type == "cpu")
     turned_otherwise = given.form._replace(is_neox_style=not is_neox_style)
     other_q = place_heads_reference(
-        qkv, given.qk_gains, given.turned, given.on(torch.device("cpu")).cells, turned_otherwise
+        qkv, given.qk_gains, given.turns, given.on(torch.device("cpu")).cells, turned_otherwise
     )
     assert (other_q.float() - q.cpu().float()).abs().max() > 0.05, "the pairing is told apart"

@@ -13,7 +13,6 @@ from paceline.errors import ShapeError
 from paceline.ops.project_heads import (
     Cells,
     HeadForm,
-    Turned,
     project_heads,
     project_heads_reference,
     project_heads_triton,
@@ -31,7 +30,7 @@ class Given(NamedTuple):
     bias: Tensor | None
     gain: Tensor | None
     qk_gains: tuple[Tensor, Tensor] | None
-    turned: Turned
+    turns: Tensor
     cells: Cells
     form: HeadForm
 
@@ -78,7 +77,7 @@ def inputs(
         random(num_outputs, dtype=dtype) if has_bias else None,
         1 + random(width, scale=0.3) if is_normed else None,
         (1 + random(head_size, scale=0.3), 1 + random(head_size, scale=0.3)) if has_qk_norm else None,
-        Turned(table, torch.randint(0, 80, (T,))),
+        table[torch.randint(1, 70, (T,))],
         Cells(planes, rows),
         HeadForm(num_heads, EPS, is_neox_style, value_scale),
     )
@@ -102,7 +101,7 @@ def test_the_reference_is_what_the_parts_of_a_layer_compute(is_neox_style: bool,
         given.x,
         given.weight,
         given.gain,
-        given.turned,
+        given.turns,
         given.cells,
         given.form,
         bias_X=given.bias,
@@ -110,13 +109,12 @@ def test_the_reference_is_what_the_parts_of_a_layer_compute(is_neox_style: bool,
     )
     qkv = rms_norm_reference(given.x, given.gain, EPS) @ given.weight.T + given.bias
     heads = qkv.view(4, 7, 16)
-    turns = given.turned.table_P2R[given.turned.positions_T.clamp(max=69)]
     for t in range(4):
         for head in range(5):
             one = heads[t, head]
             if given.qk_gains is not None:
                 one = rms_norm_reference(one, given.qk_gains[0 if head < 3 else 1], EPS)
-            one = apply_rotary(one.unsqueeze(0), turns[t], is_neox_style=is_neox_style)[0]
+            one = apply_rotary(one.unsqueeze(0), given.turns[t], is_neox_style=is_neox_style)[0]
             found = q[t, head] if head < 3 else planes[0, head - 3].flatten(0, 1)[rows[t]]
             if head < 3 or t != 1:
                 torch.testing.assert_close(found, one, rtol=1e-5, atol=2e-6)
@@ -129,13 +127,11 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
     given = inputs(3)
     three = (given.x, given.weight, given.gain)
     with pytest.raises(ShapeError, match="heads has shape"):
-        project_heads(*three, given.turned, given.cells, HeadForm(4, EPS))
-    with pytest.raises(ShapeError, match="positions has shape"):
-        project_heads(
-            *three, given.turned._replace(positions_T=torch.zeros(2, dtype=torch.int64)), given.cells, given.form
-        )
+        project_heads(*three, given.turns, given.cells, HeadForm(4, EPS))
+    with pytest.raises(ShapeError, match="turns has shape"):
+        project_heads(*three, given.turns[:2], given.cells, given.form)
     with pytest.raises(ShapeError, match="rows has shape"):
-        project_heads(*three, given.turned, given.cells._replace(rows_T=torch.zeros(2, dtype=torch.int64)), given.form)
+        project_heads(*three, given.turns, given.cells._replace(rows_T=torch.zeros(2, dtype=torch.int64)), given.form)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
