@@ -173,7 +173,10 @@ class WatchedProposer:
         drafted: list[list[int]] = proposal.ids_BK.tolist()
         lengths: list[int] = state.lengths[rows.slots_B].tolist()
         ids_BK = self._replay.propose(rows, state, all_greedy=all_greedy, num_drafts=num_drafts).ids_BK
-        for index, (slot, length) in enumerate(zip(rows.slots, lengths, strict=True)):
+        slots: list[int] = rows.slots_B.tolist()
+        for index, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
+            if slot == state.trash_slot:
+                continue  # its request has ended, and the host does not know yet
             served = ServedBlock(length, drafted[index], candidates_of(proposal, index))
             self.noted.append((self._request_in_slot(slot) or "", served))
             num_right = length % (ids_BK.shape[1] + 1)

@@ -28,6 +28,7 @@ from torch import Tensor
 from paceline.engine.counters import Counters
 from paceline.engine.draft_stopper import DevicePlan, DraftPlan, DraftStopper
 from paceline.engine.hybrid_cache import HybridCache
+from paceline.engine.paged_attends import can_attend_paged
 from paceline.engine.parts import EngineParts
 from paceline.engine.proposal import Rows
 from paceline.engine.recurrent_state import StateCopies
@@ -288,9 +289,15 @@ class StepRunner:
         return decode_step(parts.target.model, parts.proposer, parts.cache, parts.state, parts.choice, batch)
 
     def _can_record(self, batch: StepBatch) -> bool:
-        proposer, choice = self._parts.proposer, self._parts.choice
-        reads_no_host = choice.is_batched if isinstance(self._parts.cache, HybridCache) else choice.is_paged
-        return reads_no_host and batch.grammar_mask_BTW is None and (proposer is None or proposer.is_capturable)
+        proposer, cache = self._parts.proposer, self._parts.cache
+        if batch.grammar_mask_BTW is not None or not (proposer is None or proposer.is_capturable):
+            return False
+        if isinstance(cache, HybridCache):
+            reads_no_host = self._parts.choice.is_batched
+        else:
+            reads_no_host = self._parts.choice.is_paged and can_attend_paged(cache)
+        drafter_cache = proposer.cache if proposer is not None else None
+        return reads_no_host and (drafter_cache is None or can_attend_paged(drafter_cache))
 
     def _rounded(self, batch: StepBatch) -> StepBatch:
         """Draw as many drafts as a bucket has; those beyond the plan are left out."""
