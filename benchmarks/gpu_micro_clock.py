@@ -85,6 +85,15 @@ class GraphClock:
         tenth = len(per_call) // 10
         return Timing(statistics.median(per_call), per_call[tenth], per_call[-1 - tenth])
 
+    def time_alone(self, call: Call, num_rounds: int = 10) -> Timing:
+        """Time one long call between events, without a graph: in one, a copy becomes a node of another, slower kind."""
+        if not self.is_real:
+            return self.time([call])
+        for _ in range(3):
+            call()
+        times = sorted(self._between_events(call) for _ in range(num_rounds))
+        return Timing(statistics.median(times), times[0], times[-1])
+
     def capture(self, calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
         """One graph of all calls, each of which was run before."""
         stream = torch.cuda.Stream(self.device)
@@ -166,7 +175,10 @@ class Bench:
             flops: rate of the units that do them, if not that of bf16 products.
             num_replays: fewer where one takes long.
         """
-        timing = self.clock.time(calls, num_replays)
+        return self.row(self.clock.time(calls, num_replays), num_bytes, num_flops, flops)
+
+    def row(self, timing: Timing, num_bytes: float, num_flops: float = 0.0, flops: float | None = None) -> Row:
+        """The same of a time that was taken otherwise."""
         floor_us = self.ceilings.floor_us(num_bytes, num_flops, flops)
         return {
             "us": timing.us,
