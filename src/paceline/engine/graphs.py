@@ -64,6 +64,7 @@ class StepKey(NamedTuple):
         plan_parts: which parts of a plan differ from request to request: drafts, thresholds, to whom these apply, who
             teaches.
         verify_method: how the waiting drafts are judged.
+        rules: where the rules on tokens lie that the step reads: these arrays grow with what requests ask for.
     """
 
     num_requests: int
@@ -74,6 +75,7 @@ class StepKey(NamedTuple):
     lacks_context: bool
     plan_parts: tuple[bool, bool, bool, bool]
     verify_method: VerifyMethod
+    rules: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 class StepInputs:
@@ -327,6 +329,7 @@ class StepRunner:
             rows.context_starts is not None,
             parts,
             batch.verify_method,
+            self._parts.state.tokens.places() if batch.flags.any_rules else (),
         )
 
     def _new_body(self, key: StepKey, batch: StepBatch) -> _Body:

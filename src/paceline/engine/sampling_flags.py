@@ -37,6 +37,11 @@ class SamplingFlags:
     num_raw_logprobs: int | None = None
     num_processed_logprobs: int | None = None
 
+    @property
+    def any_rules(self) -> bool:
+        """A request has rules on tokens."""
+        return self.any_allowed_ids or self.any_bias or self.any_min_tokens or self.any_penalties or self.any_bad_words
+
     @classmethod
     def of(cls, requests: list[SamplingParameters]) -> SamplingFlags:
         """Summarise the requests of a batch; greedy ones ignore temperature and truncation, but no rules."""

@@ -49,6 +49,10 @@ class TokenState:
         """Memory of all arrays there are."""
         return sum(array.numel() * array.element_size() for array in self._arrays())
 
+    def places(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Address and shape of all arrays there are: a recorded step reads them where they were."""
+        return tuple((array.data_ptr(), tuple(array.shape)) for array in self._arrays())
+
     def _arrays(self) -> list[Tensor]:
         single = [] if self._allowed_SW is None else [self._allowed_SW]
         groups = (self._bias, self._held, self._penalties, self._bad_words)
@@ -214,6 +218,8 @@ def _capacity(wanted: int, present: int) -> int:
 def _widened(array: Tensor, width: int, value: float, *, in_front: bool = False) -> Tensor:
     """The same rows with a longer last dimension."""
     num_new = width - array.shape[-1]
+    if num_new == 0:
+        return array
     return torch.nn.functional.pad(array, (num_new, 0) if in_front else (0, num_new), value=value)
 
 

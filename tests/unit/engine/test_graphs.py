@@ -186,3 +186,17 @@ def test_outputs_of_padding_do_not_reach_the_host(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(graphs_module.StepRunner, "run", watched)
     serve("plain", [GREEDY] * 3, max_num_seqs=8)
     assert (3, 4) in sizes
+
+
+@pytest.mark.usefixtures("recorded")
+def test_rules_that_grow_are_recorded_anew() -> None:
+    """Planted by the requests themselves: the second has more biases than the arrays of the first had room for."""
+    few = SamplingParameters(max_tokens=12, ignore_eos=True, logit_bias={7: 3.0}, repetition_penalty=1.2)
+    many = SamplingParameters(max_tokens=12, ignore_eos=True, logit_bias={token: 4.0 for token in range(9, 20)})
+    target, drafter = loaded()
+    engine = Engine(target, drafter, EngineSettings(max_num_seqs=1, block_size=16))
+    found = [engine.generate([PROMPTS[0]], sampling)[0] for sampling in (few, many, few)]
+    for sampling, result in zip((few, many, few), found, strict=True):
+        fresh = Engine(target, drafter, EngineSettings(max_num_seqs=1, block_size=16))
+        assert fresh.generate([PROMPTS[0]], sampling)[0].token_ids == result.token_ids
+    assert engine.stats().num_replayed_steps > 0
