@@ -1,8 +1,8 @@
 """What has to hold before a time on a GPU means anything: recorded steps equal eager ones, and bf16 follows float32.
 
 Equal means token for token and draft for draft: both run the same kernels on the same numbers. In bf16 a near-tie may
-fall either way, so agreement with float32 is told as a share, with the distance in the float32 logits between the best
-token and the chosen one where a text first leaves it: small beside the spread of the logits, or something is wrong.
+fall either way, so agreement with float32 is a share, beside the share that plain bf16 has, and the distance in the
+float32 logits between the best token and the chosen one where a text first leaves it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
+from benchmarks.random_dense import plain_copy
+from torch import Tensor
 
+if TYPE_CHECKING:
     from paceline.engine.engine import Engine, EngineSettings
     from paceline.engine.request import RequestResult
     from paceline.models.loading import LoadedDrafter, LoadedTarget
@@ -88,48 +90,67 @@ def first_difference(one: Sequence[object], other: Sequence[object]) -> int | No
     return None if len(one) == len(other) else min(len(one), len(other))
 
 
-def compare_with_float32(
-    reference: LoadedTarget, prompts: Prompts, texts: Sequence[Sequence[int]]
-) -> dict[str, object]:
-    """Score greedy texts of another arithmetic by a float32 model of the same weights, all positions at once.
+def compare_with_float32(target: LoadedTarget, prompts: Prompts, texts: Sequence[Sequence[int]]) -> dict[str, object]:
+    """Score greedy texts of an engine by a float32 model of the same weights, all positions of a text at once.
+
+    What is normal for the engine's dtype shows beside it: the tokens that plain arithmetic in this dtype would choose
+    behind the same texts, without an engine, a cache or a kernel of our own.
+
+    Args:
+        target: a dense one, that the engine ran.
+        prompts: token ids.
+        texts: what the engine answered.
 
     Returns:
-        `agreement`: share of tokens that are the reference's best behind the same text; `num_tokens`;
-        `first_divergence`: index of the earliest token that is not, None if there is none; `gap_at_divergence`: the
-        largest distance from the best logit at the first such token of a text; `largest_gap`: at any token;
-        `logit_spread`: standard deviation of the logits, beside which gaps are to be seen.
+        `agreement`: share of tokens that are float32's best behind the same text, of `num_tokens`; `first_divergence`:
+        index of the earliest token that is not, None if there is none; `gap_at_divergence`: the largest distance from
+        the best logit at the first such token of a text; `largest_gap`: at any token; `normal_agreement`,
+        `normal_gap`: share and largest distance of the plain choices; `logit_spread`: standard deviation of the
+        logits, beside which gaps are to be seen; `follows`: agreement is what is normal, but for chance.
     """
-    import torch
+    reference, ordinary = (plain_copy(target, dtype) for dtype in (torch.float32, target.model.norm.weight.dtype))
+    gaps: list[list[float]] = []
+    normal_gaps: list[float] = []
+    spread = 0.0
+    for prompt, text in zip(prompts, texts, strict=True):
+        logits_TV = _logits_behind(reference, prompt, text)
+        best_T = logits_TV.amax(-1)
 
+        def distances(ids_T: Tensor, logits_TV: Tensor = logits_TV, best_T: Tensor = best_T) -> list[float]:
+            return [float(gap) for gap in best_T - logits_TV.gather(1, ids_T.unsqueeze(1)).squeeze(1)]
+
+        gaps.append(distances(torch.tensor(text, device=logits_TV.device)))
+        normal_gaps += distances(_logits_behind(ordinary, prompt, text).argmax(-1))
+        spread = float(logits_TV.std())
+    every = [gap for row in gaps for gap in row]
+    first_of_text = [next(((index, gap) for index, gap in enumerate(row) if gap > 0), None) for row in gaps]
+    apart = [first for first in first_of_text if first is not None]
+    agreement, normal = (each.count(0.0) / len(each) for each in (every, normal_gaps))
+    return {
+        "agreement": agreement,
+        "normal_agreement": normal,
+        "num_tokens": len(every),
+        "first_divergence": min((index for index, _ in apart), default=None),
+        "gap_at_divergence": max((gap for _, gap in apart), default=0.0),
+        "largest_gap": max(every),
+        "normal_gap": max(normal_gaps),
+        "logit_spread": spread,
+        "follows": agreement >= normal - _allowance(normal, len(every)),
+    }
+
+
+def _logits_behind(target: LoadedTarget, prompt: Sequence[int], text: Sequence[int]) -> Tensor:
+    """Logits [T, V] in float32 that choose each token of a text."""
     from paceline.models.sequence_attend import sequence_attend
 
-    model = reference.model
-    device = model.norm.weight.device
-    num_agreeing = num_tokens = 0
-    firsts: list[int] = []
-    first_gaps: list[float] = []
-    largest = spread = 0.0
+    model = target.model
     with torch.inference_mode():
-        for prompt, text in zip(prompts, texts, strict=True):
-            ids_1T = torch.tensor([[*prompt, *text[:-1]]], device=device)
-            positions_1T = torch.arange(ids_1T.shape[1], device=device).unsqueeze(0)
-            hidden_1TD = model(ids_1T, positions_1T, sequence_attend(model))
-            logits_TV = model.logits(hidden_1TD[:, len(prompt) - 1 :])[0].float()
-            chosen_T = torch.tensor(text, device=device)
-            gaps_T = logits_TV.amax(-1) - logits_TV.gather(1, chosen_T.unsqueeze(1)).squeeze(1)
-            gaps = gaps_T.tolist()
-            num_tokens += len(gaps)
-            num_agreeing += gaps.count(0.0)
-            apart = next((index for index, gap in enumerate(gaps) if gap > 0), None)
-            if apart is not None:
-                firsts.append(apart)
-                first_gaps.append(gaps[apart])
-            largest, spread = max(largest, *gaps), float(logits_TV.std())
-    return {
-        "agreement": num_agreeing / num_tokens,
-        "num_tokens": num_tokens,
-        "first_divergence": min(firsts, default=None),
-        "gap_at_divergence": max(first_gaps, default=0.0),
-        "largest_gap": largest,
-        "logit_spread": spread,
-    }
+        ids_1T = torch.tensor([[*prompt, *text[:-1]]], device=model.norm.weight.device)
+        positions_1T = torch.arange(ids_1T.shape[1], device=ids_1T.device).unsqueeze(0)
+        hidden_1TD = model(ids_1T, positions_1T, sequence_attend(model))
+        return model.logits(hidden_1TD[:, len(prompt) - 1 :])[0].float()
+
+
+def _allowance(share: float, count: int) -> float:
+    """How far below a share another one of as many tokens may lie by chance: four standard deviations, or 0.05."""
+    return max(0.05, 4 * (2 * share * (1 - share) / count) ** 0.5)

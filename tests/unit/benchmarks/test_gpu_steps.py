@@ -15,7 +15,7 @@ from paceline.engine.engine import Engine, EngineSettings
 
 SMALL = [
     *("--device", "cpu", "--linear-mode", "plain", "--prompt-tokens", "8", "--new-tokens", "6", "--rounds", "2"),
-    *("--warm-up", "1", "--timed", "2", "--max-model-len", "96", "--modes", "eager"),
+    *("--warm-up", "1", "--timed", "2", "--max-model-len", "96"),
 ]
 
 
@@ -67,7 +67,7 @@ def test_a_case_that_fails_costs_no_other(
     arguments = ["--shapes", "tiny-qwen3", "--kinds", "plain", "--batches", "1", "2", "--skip-gate", "--skip-wall"]
     assert main([*SMALL, *arguments, "--out", str(tmp_path)]) == 0
     assert [row["batch"] for row in read_growing(tmp_path / "gpu-steps.json")["rows"]] == [2]
-    assert "batch 1, eager FAILED" in capsys.readouterr().err
+    assert "batch 1, default FAILED" in capsys.readouterr().err
 
 
 def test_a_shape_whose_recorded_steps_differ_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,6 +79,11 @@ def test_a_shape_whose_recorded_steps_differ_is_not_measured(tmp_path: Path, mon
     assert read_growing(tmp_path / "gpu-steps.json")["rows"] == []
     found["num_same"] = 4
     assert main([*SMALL, *arguments]) == 0
+    monkeypatch.setattr(gpu_steps, "compare_with_float32", lambda *_arguments: {"follows": False})
+    assert main([*SMALL, *arguments]) == 3
+    monkeypatch.undo()
+    monkeypatch.setattr(gpu_steps, "records_steps", lambda _device: True)
+    monkeypatch.setattr(gpu_steps, "compare_modes", lambda *_arguments, **_options: found)
     found["num_replayed"] = 0  # nothing was played back, so nothing was compared
     assert main([*SMALL, *arguments]) == 3
 
@@ -93,6 +98,25 @@ def test_a_round_counts_steps_and_times_those_in_which_all_decode() -> None:
     drafted = run_round(Engine(target, drafter, settings), tiny.tiny_prompts([9, 9]), 12)
     assert drafted.num_tokens == 24 and drafted.num_steps <= 12
     assert drafted.acceptance is not None and drafted.acceptance >= 1
+
+
+def test_slow_cases_take_fewer_steps_and_eager_ones_no_rounds(tmp_path: Path) -> None:
+    arguments = [
+        "--shapes",
+        "tiny-smollm2",
+        "--kinds",
+        "plain",
+        "--batches",
+        "1",
+        "--skip-gate",
+        "--out",
+        str(tmp_path),
+    ]
+    many = ["--rounds", "9", "--warm-up", "20", "--timed", "80", "--max-model-len", "256", "--case-seconds", "0.01"]
+    assert main([*SMALL, *many, *arguments, "--modes", "eager", "default"]) == 0
+    rows = {row["mode"]: row for row in read_growing(tmp_path / "gpu-steps.json")["rows"]}
+    assert rows["eager"]["num_timed"] == 20 and "ours_ms" not in rows["eager"]
+    assert rows["default"]["num_rounds"] == 1
 
 
 def test_options(capsys: pytest.CaptureFixture[str]) -> None:

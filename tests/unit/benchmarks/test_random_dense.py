@@ -7,8 +7,8 @@ from benchmarks.random_dense import (
     QWEN3_8B,
     SMOLLM2_135M,
     dflash_contract,
-    in_float32,
     numbering_tokenizer,
+    plain_copy,
     random_drafter,
     random_prompts,
     random_target,
@@ -73,7 +73,7 @@ def test_the_same_seed_gives_the_same_weights_and_float32_copies_them() -> None:
     weights = [dict(each.model.named_parameters()) for each in (one, two, other)]
     name = "layers.3.mlp.down_proj.weight"
     assert torch.equal(weights[0][name], weights[1][name]) and not torch.equal(weights[0][name], weights[2][name])
-    wide = in_float32(one)
+    wide = plain_copy(one, torch.float32)
     assert wide.model.lm_head.weight is wide.model.embed_tokens.weight
     for name, parameter in wide.model.named_parameters():
         assert parameter.dtype == torch.float32 and torch.equal(parameter, weights[0][name].float())

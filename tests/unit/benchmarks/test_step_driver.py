@@ -5,7 +5,9 @@ import torch
 from benchmarks.step_driver import StepTimes, time_steps
 from tests import tiny
 
+from paceline.engine.attends import AttentionChoice
 from paceline.engine.engine import Engine, EngineSettings
+from paceline.engine.graphs import Repeated
 from paceline.engine.request import SamplingParameters
 from paceline.engine.step import StepBatch, StepOutput
 
@@ -44,6 +46,20 @@ def test_the_engine_is_given_back_as_it_was() -> None:
     assert [one.trace.records[0].proposed_ids for one in found] == [
         one.trace.records[0].proposed_ids for one in expected
     ]
+
+
+def test_bare_steps_are_those_that_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    # On a CPU a recording is a step that is run again, and attention by tables has to be asked for.
+    paged = AttentionChoice(is_batched=True, is_row_invariant=False, is_paged=True)
+    monkeypatch.setattr(AttentionChoice, "for_device", lambda *_arguments, **_options: paged)
+    monkeypatch.setattr("paceline.engine.loop.make_recorder", lambda _device, wanted: Repeated)
+    target, drafter = tiny.loaded(linear_mode="plain")
+    engine = Engine(target, drafter, SETTINGS)
+    engine.generate(tiny.tiny_prompts([5, 5]), SamplingParameters(max_tokens=40))
+    num_recordings, num_replayed = engine.stats().num_recordings, engine.stats().num_replayed_steps
+    time_steps(engine, batch=2, context=40, num_warm_up=2, num_timed=3)
+    assert engine.stats().num_recordings == num_recordings > 0, "no other shape than requests have"
+    assert engine.stats().num_replayed_steps == num_replayed + 5
 
 
 def test_summary() -> None:
