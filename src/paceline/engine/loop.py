@@ -56,6 +56,7 @@ class EngineLoop:
         drafting: who is drafted for.
         counters: totals.
         is_mid_step: a step was interrupted, so the device may be ahead of the host.
+        run_step: launches one decode step, recorded or not.
     """
 
     def __init__(self, parts: EngineParts, settings: EngineSettings, intake: Intake) -> None:
@@ -121,6 +122,7 @@ class EngineLoop:
             calibrated_first_position=calibration.first_position if calibration is not None else None,
             device=parts.state.device,
         )
+        self.run_step = self._steps.run
         self._prompts = PromptPasses(
             parts,
             settings,
@@ -331,7 +333,7 @@ class EngineLoop:
         num_rows = batch.rows.num_rows
         self._count_pass(requests, ahead, [num_rows] * len(requests))
         batch = self._states.keep_in_step(batch, requests, self._in_flight.last)
-        output = self._steps.run(batch)
+        output = self.run_step(batch)
         self._in_flight.keep(
             requests, output, num_drawn=plan.num_drafts, num_rows=num_rows, is_decode=True, started_s=started_s
         )
