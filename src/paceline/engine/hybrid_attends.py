@@ -149,7 +149,7 @@ class PromptDelta:
         states_SNKK, histories_SHC = (part[place] for part in self._recurrent.rows)
         inputs = convolve(rows, weights, histories_SHC, slots_B)
         answers_BTNK, states_BNKK = delta_attention(inputs, weights.gate, states_SNKK[slots_B], form=form)
-        states_SNKK.index_copy_(0, slots_B, states_BNKK)
+        states_SNKK.index_copy_(0, slots_B, states_BNKK.to(states_SNKK.dtype))
         histories_SHC.index_copy_(0, slots_B, next_history(rows.rows_BTC, histories_SHC[slots_B]))
         if place == len(self._recurrent.rows.states_LSNKK) - 1:
             self._recurrent.ends_S[slots_B] += self._num_rows

@@ -26,13 +26,21 @@ class HybridCache:
         max_rows: rows of a step at most.
         dtype: the model's.
         device: the model's.
+        state_dtype: of the recurrent states.
 
     Raises:
         CapacityError: the memory is not there.
     """
 
     def __init__(
-        self, contract: TargetContract, tables: BlockTables, *, max_rows: int, dtype: torch.dtype, device: torch.device
+        self,
+        contract: TargetContract,
+        tables: BlockTables,
+        *,
+        max_rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        state_dtype: torch.dtype = torch.float32,
     ) -> None:
         kimi = contract.kimi
         assert kimi is not None, "a target with keys and values has `KeyValueCache`"
@@ -44,7 +52,9 @@ class HybridCache:
         )
         self.recurrent: RecurrentState | None = None
         if kimi.delta is not None:
-            self.recurrent = RecurrentState(kimi.delta, tables.num_slots, max_rows=max_rows, dtype=dtype, device=device)
+            self.recurrent = RecurrentState(
+                kimi.delta, tables.num_slots, max_rows=max_rows, dtype=dtype, device=device, state_dtype=state_dtype
+            )
 
     @property
     def tables(self) -> BlockTables:

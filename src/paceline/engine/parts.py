@@ -23,6 +23,7 @@ from paceline.engine.settings import (
     cache_sizes,
     context_length,
     draft_tokens_per_step,
+    recurrent_state_dtype,
     snapshot_sizes,
 )
 from paceline.engine.short_list import choose_short_list
@@ -174,7 +175,8 @@ def make_parts(
         max_blocks=sizes.max_blocks,
         device=weight.device,
     )
-    cache = make_target_cache(target, tables, max_rows=num_draft_tokens + 1)
+    state_dtype = recurrent_state_dtype(target, settings)
+    cache = make_target_cache(target, tables, max_rows=num_draft_tokens + 1, state_dtype=state_dtype)
     short_list: ShortList | None = None
     if drafter is not None and proposer is None:
         short_list = choose_short_list(target, drafter, settings.draft_vocab_size)
@@ -195,7 +197,9 @@ def make_parts(
     snapshots: StateRows | None = None
     delta = contract.kimi.delta if contract.kimi is not None else None
     if delta is not None and settings.prefix_cache:
-        snapshots = StateRows.allocate(delta, kept.num_snapshots, dtype=weight.dtype, device=weight.device)
+        snapshots = StateRows.allocate(
+            delta, kept.num_snapshots, dtype=weight.dtype, device=weight.device, state_dtype=state_dtype
+        )
     return EngineParts(
         target,
         drafter,

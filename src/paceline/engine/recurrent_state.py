@@ -28,15 +28,22 @@ class StateRows(NamedTuple):
 
     @classmethod
     def allocate(
-        cls, settings: DeltaAttentionSettings, num_places: int, *, dtype: torch.dtype, device: torch.device
+        cls,
+        settings: DeltaAttentionSettings,
+        num_places: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        state_dtype: torch.dtype = torch.float32,
     ) -> StateRows:
         """Places at the start of a text.
 
         Args:
             settings: of the target.
             num_places: S.
-            dtype: the model's; states are float32 whatever it is.
+            dtype: the model's, in which histories are kept.
             device: the model's.
+            state_dtype: that states are kept in, whatever the model's is: float32, or bf16.
 
         Raises:
             CapacityError: the memory is not there.
@@ -45,7 +52,7 @@ class StateRows(NamedTuple):
         history = (settings.convolution_size - 1, 3 * settings.projection_size)
         try:
             return cls(
-                torch.zeros(*places, settings.num_heads, size, size, dtype=torch.float32, device=device),
+                torch.zeros(*places, settings.num_heads, size, size, dtype=state_dtype, device=device),
                 torch.zeros(*places, *history, dtype=dtype, device=device),
             )
         except RuntimeError as error:  # torch has one class for a full GPU and another for a full host
@@ -116,6 +123,7 @@ class RecurrentState:
         max_rows: rows of a step at most.
         dtype: the model's.
         device: the model's.
+        state_dtype: as for `StateRows`.
 
     Raises:
         CapacityError: the memory is not there.
@@ -129,8 +137,9 @@ class RecurrentState:
         max_rows: int,
         dtype: torch.dtype,
         device: torch.device,
+        state_dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.rows = StateRows.allocate(settings, num_slots + 1, dtype=dtype, device=device)
+        self.rows = StateRows.allocate(settings, num_slots + 1, dtype=dtype, device=device, state_dtype=state_dtype)
         self.ends_S = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self._records = DeltaRecords.allocate(
             len(settings.layers),

@@ -89,20 +89,30 @@ def begin_text(cache: TargetCache, slot: int) -> None:
         cache.recurrent.begin(slot)
 
 
-def make_target_cache(target: LoadedTarget, tables: BlockTables, *, max_rows: int) -> TargetCache:
+def make_target_cache(
+    target: LoadedTarget, tables: BlockTables, *, max_rows: int, state_dtype: torch.dtype = torch.float32
+) -> TargetCache:
     """Room for what a target keeps: keys and values, or latent rows and recurrent states.
 
     Args:
         target: whose.
         tables: which blocks a slot has.
         max_rows: of a step.
+        state_dtype: of recurrent states.
 
     Raises:
         CapacityError: the memory is not there.
     """
     contract, weight = target.contract, target.model.norm.weight
     if contract.kimi is not None:
-        return HybridCache(contract, tables, max_rows=max_rows, dtype=weight.dtype, device=weight.device)
+        return HybridCache(
+            contract,
+            tables,
+            max_rows=max_rows,
+            dtype=weight.dtype,
+            device=weight.device,
+            state_dtype=state_dtype,
+        )
     return KeyValueCache(
         tables,
         num_layers=contract.num_layers,

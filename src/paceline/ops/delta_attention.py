@@ -32,6 +32,7 @@ from paceline.ops.delta_rows import (
     without_padding,
 )
 from paceline.ops.dispatch import choose, needs_gradient
+from paceline.ops.elementwise import widen
 
 __all__ = [
     "DeltaForm",
@@ -48,17 +49,17 @@ _SEGMENT = 128  # rows that the chunked form takes at once: it holds CHUNK * K w
 
 
 def states_of(states_SNKV: Tensor, slots_B: Tensor | None) -> Tensor:
-    """Each request's state; zeros for a slot below 0, whatever lies at the end of the store."""
+    """Each request's state, widened; zeros for a slot below 0, whatever lies at the end of the store."""
     if slots_B is None:
-        return states_SNKV
-    return states_SNKV[slots_B.clamp(min=0)].masked_fill((slots_B < 0).view(-1, 1, 1, 1), 0.0)
+        return widen(states_SNKV)
+    return widen(states_SNKV[slots_B.clamp(min=0)]).masked_fill((slots_B < 0).view(-1, 1, 1, 1), 0.0)
 
 
 def delta_attention_reference(
     inputs: DeltaInputs, gate: DeltaGate, state_BNKV: Tensor, lengths_B: Tensor | None, form: DeltaForm
 ) -> tuple[Tensor, Tensor]:
     """The definition, recurrent or chunked."""
-    rows = delta_rows(inputs, gate)
+    rows, state_BNKV = delta_rows(inputs, gate), widen(state_BNKV)
     if lengths_B is not None:
         rows = without_padding(rows, lengths_B)
     num_rows, outputs = rows.q_BTNK.shape[1], []
@@ -150,7 +151,7 @@ def delta_attention(
     Args:
         inputs: projections of the rows; padding trails.
         gate: parameters of the decay.
-        state_BNKV: float32, the state before the first row; None: zeros. It is not changed.
+        state_BNKV: float32 or bf16, the state before the first row; None: zeros. It is not changed.
         form: "recurrent" gives the bits of `verify_delta` and `commit_delta` row by row, and the same ones for every
             way to cut a text into passes; "chunked" agrees with it to rounding. On a GPU, where nothing is
             differentiated, both are the recurrent kernel.
@@ -170,7 +171,7 @@ def delta_attention(
     if lengths_B is not None and lengths_B.shape != (num_requests,):
         raise ShapeError("lengths", expected=[num_requests], found=lengths_B.shape)
     if num_rows == 0 or num_requests == 0:
-        return torch.zeros_like(inputs.v_BTNV), state_BNKV.clone()
+        return torch.zeros_like(inputs.v_BTNV), widen(state_BNKV).clone()
     if needs_gradient(*inputs, gate.a_log_N, gate.dt_bias_NK, state_BNKV):
         return delta_attention_reference(inputs, gate, state_BNKV, lengths_B, form)
     run = choose("delta_attention", inputs.v_BTNV, delta_attention_reference, delta_attention_triton)
@@ -191,7 +192,7 @@ def verify_delta(
     Args:
         inputs: projections of the anchor and the drafts; rows past a request's own are computed and never committed.
         gate: parameters of the decay.
-        states_SNKV: float32, one layer's; not changed.
+        states_SNKV: float32 or bf16, one layer's; not changed.
         slots_B: int64; below 0 for rows of nobody, which begin with zeros.
         records: one layer's, [B, T, ..]; `correction`, `key` and `decay` are overwritten.
         form: as for `delta_attention`.

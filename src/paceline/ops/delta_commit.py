@@ -7,7 +7,8 @@ once the verdict is known, the accepted ones are replayed, one after the other:
     history <- its rows and the pass's, moved on by as many
 
 The replay takes the operations of the pass in their order, so the state is that of plain decoding to the last bit. A
-request with nothing accepted keeps state and history. Records past a request's count are never read: they belong to
+request with nothing accepted keeps state and history. A state may be stored in a narrower dtype: it is widened before
+the first row and rounded once, behind the last. Records past a request's count are never read: they belong to
 refused drafts, to padding, or to another request of an earlier step. The same replay can leave its result in another
 store (`CommitInto`) and the slot as it is: that is how a step keeps the state behind a position that it passes.
 
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from paceline.errors import ShapeError
 from paceline.ops.dispatch import choose, kernel, tl, triton
+from paceline.ops.elementwise import widen
 
 _VALUE_BLOCK = 32  # value channels per program: a state of 128 key channels then takes 32 registers of a thread
 _LARGEST_BLOCK = 512  # channels per program of the history
@@ -103,11 +105,13 @@ def commit_delta_reference(
     for request, (slot, count) in enumerate(zip(slots_B.tolist(), counts_B.tolist(), strict=True)):
         if slot < 0 or count == 0:
             continue
-        state_LNKV = states_LSNKV[:, slot]
+        state_LNKV = widen(states_LSNKV[:, slot])
         for row in range(count):
             state_LNKV.mul_(records.decay_BTNK[:, request, row].unsqueeze(-1))
             key_LNK1 = records.key_BTNK[:, request, row].unsqueeze(-1)
             state_LNKV.add_(key_LNK1 * records.correction_BTNV[:, request, row].unsqueeze(-2))
+        if state_LNKV.dtype != states_LSNKV.dtype:  # else it is a view
+            states_LSNKV[:, slot] = state_LNKV
         rows_LXC = torch.cat((histories_LSHC[:, slot], records.inputs_BTC[:, request, :count]), dim=1)
         histories_LSHC[:, slot] = rows_LXC[:, rows_LXC.shape[1] - num_kept :]
 
@@ -174,7 +178,7 @@ def _replay_kernel(
         is_cell = is_key[:, None] & is_value[None, :]
         cell_at = (head * key_size + k_at[:, None]) * value_size + v_at[None, :]
         state_at = state_ptr + layer * state_layer_stride + slot * state_slot_stride + cell_at
-        state = tl.load(state_at, mask=is_cell, other=0.0)
+        state = tl.load(state_at, mask=is_cell, other=0.0).to(tl.float32)
         correction_at = correction_ptr + layer * correction_layer_stride + request * correction_request_stride
         key_offset = layer * key_layer_stride + request * key_request_stride
         for row in range(count):
@@ -184,7 +188,7 @@ def _replay_kernel(
             correction = tl.load(correction_at + cell * value_size + v_at, mask=is_value, other=0.0)
             state = replay_row(state, k, correction, decay)
         target_at = target_ptr + layer * target_layer_stride + place * target_place_stride + cell_at
-        tl.store(target_at, state, mask=is_cell)
+        tl.store(target_at, state.to(target_ptr.dtype.element_ty), mask=is_cell)
 
 
 @kernel
@@ -303,13 +307,13 @@ def commit_delta(
     """Replay each request's accepted rows into its state and history, for all layers, in place or into another store.
 
     Args:
-        states_LSNKV: float32.
+        states_LSNKV: float32, or bf16.
         histories_LSHC: of the convolutions, in the model's dtype.
         slots_B: int64; a slot below 0 has nothing to keep. Several requests may share one only if nobody reads it.
         records: stacked, of the pass that was judged.
         counts_B: int64, 0 to T rows to keep. On a GPU the caller answers for the bounds: a check would wait for it.
-        into: where the states with these rows go, a copy for a count of 0; slots then stay as they are. No two
-            requests have one place. None changes the slots.
+        into: where the states with these rows go, in the dtype of these, a copy for a count of 0; slots then stay as
+            they are. No two requests have one place. None changes the slots.
     Raises:
         ShapeError: the tensors do not fit each other.
     """

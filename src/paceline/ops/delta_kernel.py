@@ -91,7 +91,7 @@ def _delta_kernel(
     slot = request
     if HAS_SLOTS:
         slot = tl.load(slot_ptr + request).to(tl.int64)
-    state = tl.load(state_ptr + slot * slot_stride + state_cell, mask=is_cell & (slot >= 0), other=0.0)
+    state = tl.load(state_ptr + slot * slot_stride + state_cell, mask=is_cell & (slot >= 0), other=0.0).to(tl.float32)
     rate = tl.exp(tl.load(a_log_ptr + head))
     dt_bias = tl.load(dt_bias_ptr + key_cell, mask=is_key, other=0.0)
     length = num_rows_and_one - 1
@@ -141,20 +141,20 @@ def launch_delta(
     Args:
         inputs: projections of the rows.
         gate: parameters of the decay.
-        states_SNKV: float32, contiguous within a slot.
+        states_SNKV: float32 or bf16, contiguous within a slot.
         slots_B: each request's state; None: one per request. Below 0: zeros.
         lengths_B: rows past them are left out; None: all count.
         records: one layer's, written in place; None: none are kept.
         keeps: NO_STATE, LAST_STATE ([B, N, K, V]) or EVERY_STATE ([B, T, N, K, V]).
     Returns:
-        The outputs, and new states as `keeps` says, empty for NO_STATE.
+        The outputs, and new states, float32, as `keeps` says, empty for NO_STATE.
     """
     num_requests, num_rows, num_heads, key_size = inputs.q_BTNK.shape
     value_size = inputs.v_BTNV.shape[3]
     fields = [_rows_inside(values) for values in inputs[:4]] + [_rows_inside(inputs.b_BTN.unsqueeze(-1))]
     o_BTNV = torch.zeros(inputs.v_BTNV.shape, dtype=inputs.v_BTNV.dtype, device=states_SNKV.device)
     shape = {NO_STATE: (0,), LAST_STATE: (num_requests,), EVERY_STATE: (num_requests, num_rows)}[keeps]
-    new_states = states_SNKV.new_empty(*shape, num_heads, key_size, value_size)
+    new_states = states_SNKV.new_empty(*shape, num_heads, key_size, value_size, dtype=torch.float32)
     # Where there are no records, nothing is stored through these.
     correction, key, decay = (o_BTNV, o_BTNV, o_BTNV) if records is None else records[:3]
     values = min(_VALUE_BLOCK, triton.next_power_of_2(value_size))

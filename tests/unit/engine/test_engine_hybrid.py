@@ -75,6 +75,37 @@ def text_is_right(**settings: Any) -> bool:
     )
 
 
+def test_states_in_bf16_give_nearly_the_same_distribution_at_half_the_memory() -> None:
+    """Drafted and plain, in a prefix that is resent: the log-probabilities of one text, with states of either kind."""
+    target, settings = small_target(), replace(GREEDY, logprobs=0)
+    found, sizes = {}, {}
+    for dtype in ("float32", "bfloat16"):
+        for family in (None, "dflash"):
+            options: dict[str, Any] = {"max_num_seqs": 2, "recurrent_state_dtype": dtype}
+            if family is None:
+                engine = checked(target, **options)
+            else:
+                engine = helped(target, drafter_for(target, family), PROMPTS, **options)
+            for turn in ("first", "again"):
+                names = [engine.add_request(PROMPTS[name], settings, name) for name in "ab"]
+                found[dtype, family, turn] = run(engine, names)
+            stats = engine.stats()
+            sizes[dtype] = engine._loop.parts.recurrent.rows.states_LSNKK.nbytes
+            assert stats.num_hit_tokens > 0
+            require_empty(engine)
+    assert sizes["float32"] == 2 * sizes["bfloat16"]
+    largest = 0.0
+    for (dtype, family, turn), results in found.items():
+        for wide, result in zip(found["float32", family, turn], results, strict=True):
+            pairs = list(zip(wide.token_ids, result.token_ids, strict=True))
+            num_same = next((index for index, (one, other) in enumerate(pairs) if one != other), len(pairs))
+            assert num_same >= 10, "near ties may fall the other way, and a short text has few"
+            for one, other in list(zip(wide.logprobs or (), result.logprobs or (), strict=True))[:num_same]:
+                largest = max(largest, abs(one.logprob - other.logprob))
+            assert dtype == "bfloat16" or wide.token_ids == result.token_ids
+    assert 0 < largest < 0.02
+
+
 def keep_the_old_state(patch: pytest.MonkeyPatch) -> None:
     """A slot is not emptied when it changes hands."""
     patch.setattr(RecurrentState, "begin", lambda self, slot, *_args, **_options: self.ends_S.__setitem__(slot, 0))

@@ -32,8 +32,10 @@ WEIGHTS = [
 ]
 
 
-def make_state() -> RecurrentState:
-    return RecurrentState(SETTINGS, NUM_SLOTS, max_rows=NUM_ROWS, dtype=torch.float32, device=CPU)
+def make_state(state_dtype: torch.dtype = torch.float32) -> RecurrentState:
+    return RecurrentState(
+        SETTINGS, NUM_SLOTS, max_rows=NUM_ROWS, dtype=torch.float32, device=CPU, state_dtype=state_dtype
+    )
 
 
 def text(length: int, seed: int) -> list[DeltaProjections]:
@@ -114,6 +116,39 @@ def test_a_prompt_in_chunks_ends_where_plain_decoding_does(size: int) -> None:
             delta(place, chunk[place], weights)
     assert int(state.ends_S[1]) == 23
     assert same_place(state.rows, 1, plain(rows, 23), 0)
+
+
+def test_states_in_bf16_stay_near_those_in_float32() -> None:
+    """Rounded once a step over 200 steps: each rounding is forgotten as the state decays, so errors do not add up."""
+    chance, rows, end = random.Random(0), text(820, 1), 0
+    wide, narrow = make_state(), make_state(torch.bfloat16)
+    largest = 0.0
+    for _ in range(200):
+        count = chance.randint(1, NUM_ROWS)
+        both = []
+        for state in (wide, narrow):
+            both.append(step(state, [1], [part(rows, end, end + NUM_ROWS)]))
+            commit(state, [1], [count])
+        end += count
+        answers = [torch.stack(each) for each in both]
+        largest = max(largest, float((answers[0] - answers[1]).abs().max() / answers[0].abs().max()))
+    assert 0 < largest < 0.03
+    assert narrow.rows.states_LSNKK.dtype == torch.bfloat16
+    found, expected = narrow.rows.states_LSNKK[:, 1].float(), wide.rows.states_LSNKK[:, 1]
+    assert (found - expected).abs().max() < 0.02 * expected.abs().max()
+    assert torch.equal(narrow.rows.histories_LSHC, wide.rows.histories_LSHC), "the rows themselves are not rounded"
+    assert 2 * narrow.rows.states_LSNKK.nbytes == wide.rows.states_LSNKK.nbytes
+
+
+def test_a_prompt_leaves_its_state_in_bf16() -> None:
+    rows, ends = text(23, 3), []
+    for dtype in (torch.float32, torch.bfloat16):
+        state = make_state(dtype)
+        delta = PromptDelta(state, torch.tensor([1]), 23, "recurrent")
+        for place, weights in enumerate(WEIGHTS):
+            delta(place, rows[place], weights)
+        ends.append(state.rows.states_LSNKK[:, 1])
+    assert torch.equal(ends[0].bfloat16(), ends[1]), "one prompt, one rounding"
 
 
 def test_a_step_leaves_the_state_of_the_boundary_that_it_crosses() -> None:

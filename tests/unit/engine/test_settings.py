@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from tests.fakes import ReplayProposer
+from tests.hybrid_runs import small_target
 from tests.tiny import loaded
 
 from paceline.engine.settings import (
@@ -14,6 +16,7 @@ from paceline.engine.settings import (
     SnapshotSizes,
     context_length,
     draft_tokens_per_step,
+    recurrent_state_dtype,
     snapshot_sizes,
 )
 from paceline.errors import ConfigError
@@ -40,6 +43,16 @@ def unchecked(name: str, value: Any) -> dict[str, Any]:
 def test_counts_start_at_one(name: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"{name} is {value}"):
         EngineSettings(**unchecked(name, value))
+
+
+def test_states_are_kept_in_one_of_two_dtypes_where_there_are_any() -> None:
+    target, _ = loaded()
+    assert recurrent_state_dtype(target, EngineSettings()) == torch.float32
+    with pytest.raises(ConfigError, match="recurrent_state_dtype is 'bfloat16'; .* keeps no recurrent state"):
+        recurrent_state_dtype(target, EngineSettings(recurrent_state_dtype="bfloat16"))
+    assert recurrent_state_dtype(small_target(), EngineSettings(recurrent_state_dtype="bfloat16")) == torch.bfloat16
+    with pytest.raises(ConfigError, match="recurrent_state_dtype is 'float16', not one of 'float32', 'bfloat16'"):
+        EngineSettings(**unchecked("recurrent_state_dtype", "float16"))
 
 
 def test_the_method_is_one_of_two() -> None:

@@ -340,6 +340,30 @@ def test_a_replay_into_a_store_leaves_the_slots_alone(kernel_device: torch.devic
         assert bool(expected[:, [0, 4]].isnan().all()), "no place, no slot"
 
 
+def test_narrow_states_are_widened_and_rounded_once(kernel_device: torch.device) -> None:
+    """In bf16 with float32 between: a slot's rows round it once, however many they are; nothing else changes."""
+    wide, histories, slots, records, counts = replay_case(torch.bfloat16)
+    narrow = wide.bfloat16()
+    wide = narrow.float()
+    there = [part.to(kernel_device, copy=True) for part in (narrow, histories, slots)]
+    records_there = DeltaRecords(*(field.to(kernel_device) for field in records))
+    stores = [(torch.full_like(narrow[:, :5], 7.0), torch.full_like(histories[:, :5], 7.0)) for _ in range(2)]
+    places, counts_there = torch.tensor([3, 1, 0, -1, 2]), counts.to(kernel_device)
+    commit_delta(narrow, histories.clone(), slots, records, counts, into=CommitInto(*stores[0], places))
+    commit_delta_reference(narrow, histories.clone(), slots, records, counts)
+    commit_delta_reference(wide, histories, slots, records, counts)
+    assert torch.equal(narrow, wide.bfloat16())
+    assert torch.equal(stores[0][0][:, [3, 1, 2]], narrow[:, [2, 0, 5]])
+    in_store = CommitInto(*(part.to(kernel_device) for part in stores[1]), places.to(kernel_device))
+    commit_delta_triton(*there, records_there, counts_there, in_store)
+    commit_delta_triton(*there, records_there, counts_there)
+    # the interpreter cuts down to bf16
+    torch.testing.assert_close(there[0].cpu().float(), narrow.float(), rtol=2**-7, atol=2**-7)
+    assert torch.equal(in_store.states_LPNKV.cpu()[:, [3, 1, 2]], there[0].cpu()[:, [2, 0, 5]])
+    untouched = [0, 1, 3]
+    assert torch.equal(there[0].cpu()[:, untouched], narrow[:, untouched])
+
+
 def test_a_store_that_does_not_fit_is_refused() -> None:
     states, histories, slots, records, counts = replay_case(torch.float32)
     for into, name in (

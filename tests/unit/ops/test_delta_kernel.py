@@ -106,6 +106,31 @@ def test_prompts_and_snapshots(
             close(ours, theirs)
 
 
+@pytest.mark.parametrize("lower_bound", [-5.0, None])
+def test_narrow_states_are_read_as_wide_ones(kernel_device: torch.device, lower_bound: float | None) -> None:
+    """States kept in bf16 give what their float32 copies give, and what comes out of a prompt is float32."""
+    inputs, gate = random_inputs(2, 3, 2, 5, 7), random_gate(2, 5, lower_bound=lower_bound)
+    inputs_there, gate_on_device = there(inputs, kernel_device), gate_there(gate, kernel_device)
+    narrow = torch.randn(2, 2, 5, 7).bfloat16()
+    slots, on_device = torch.arange(2), (narrow.to(kernel_device), narrow.float().to(kernel_device))
+    kept = []
+    for states in on_device:
+        records = poisoned_records(inputs, kernel_device)
+        o = verify_delta_triton(inputs_there, gate_on_device, states, slots.to(kernel_device), records, "recurrent")
+        answer, behind = delta_attention_triton(inputs_there, gate_on_device, states, None, "recurrent")
+        every = delta_snapshots_triton(inputs_there, gate_on_device, states, slots.to(kernel_device))[1]
+        assert behind.dtype == every.dtype == torch.float32
+        kept.append((o, *records[:3], answer, behind, every))
+    assert all(torch.equal(one, other) for one, other in zip(*kept, strict=True))
+    for form in ("recurrent", "chunked"):
+        results = []
+        for states in (narrow, narrow.float()):
+            records = poisoned_records(inputs, torch.device("cpu"))
+            o = verify_delta_reference(inputs, gate, states, slots, records, form)
+            results.append((o, *records[:3], *delta_attention_reference(inputs, gate, states, None, form)))
+        assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
 def test_a_row_is_the_same_in_a_block_and_alone(kernel_device: torch.device) -> None:
     inputs, gate = there(random_inputs(2, 4, 1, 8, 8), kernel_device), random_gate(1, 8, lower_bound=-5.0)
     gate = gate_there(gate, kernel_device)
