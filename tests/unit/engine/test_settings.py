@@ -48,7 +48,7 @@ def test_counts_start_at_one(name: str, value: int) -> None:
 def test_states_are_kept_in_one_of_two_dtypes_where_there_are_any() -> None:
     target, _ = loaded()
     assert recurrent_state_dtype(target, EngineSettings()) == torch.float32
-    with pytest.raises(ConfigError, match="recurrent_state_dtype is 'bfloat16'; .* keeps no recurrent state"):
+    with pytest.raises(ConfigError, match=r"recurrent_state_dtype is 'bfloat16'; .* keeps no recurrent state"):
         recurrent_state_dtype(target, EngineSettings(recurrent_state_dtype="bfloat16"))
     assert recurrent_state_dtype(small_target(), EngineSettings(recurrent_state_dtype="bfloat16")) == torch.bfloat16
     with pytest.raises(ConfigError, match="recurrent_state_dtype is 'float16', not one of 'float32', 'bfloat16'"):
