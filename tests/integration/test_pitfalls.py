@@ -26,6 +26,8 @@ from paceline.engine.token_state import TokenState
 from paceline.models.drafters.proposal import Proposal
 from paceline.models.loading import LoadedTarget
 from paceline.ops import noise, target_distribution
+from paceline.ops.finalise_block import Verdict
+from paceline.ops.slot_columns import SlotColumns
 from paceline.ops.token_rules import RuledLogits
 
 
@@ -133,11 +135,15 @@ def test_p14_a_slot_of_minus_one_is_nobodys() -> None:
     state = SlotState(2, num_draft_tokens=1, num_candidates=0, device=torch.device("cpu"))
     state.lengths[:2] = torch.tensor([5, 6])
     padding = torch.tensor([-1])
-    step_module.commit(state, padding, torch.tensor([99]), torch.tensor([9]))
+    zero = torch.tensor([0])
+    rows = state.step_rows(padding, 0, vocab_size=99, reads_q=False)
+    rows = rows._replace(slots_B=padding, starts_B=torch.tensor([98]))
+    state.commit(rows, Verdict(zero, torch.tensor([9]), zero, zero))
     state.store_proposal(padding, Proposal(torch.tensor([[7]])))
     assert state.lengths[:2].tolist() == [5, 6] and state.draft_ids[:2].tolist() == [[-1], [-1]]
-    state._whole, state._draft_ids = state._whole[:2], state._draft_ids[:2]
-    step_module.commit(state, padding, torch.tensor([99]), torch.tensor([9]))
+    state._columns = SlotColumns(*(array[:2] for array in state._columns))
+    state._draft_ids = state._draft_ids[:2]
+    state.commit(rows, Verdict(zero, torch.tensor([9]), zero, zero))
     assert state.lengths.tolist() == [5, 99]
 
 

@@ -22,7 +22,6 @@ from paceline.engine.request_blocks import RequestBlocks
 from paceline.engine.running import RunningRequest
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.slot_states import SlotStates
-from paceline.engine.slots import SlotState
 from paceline.errors import EngineFaultError
 
 NUM_PORTIONS, PER_PORTION = 10, 50
@@ -111,8 +110,8 @@ def grow_too_late(patch: pytest.MonkeyPatch) -> None:
 def start_where_the_host_stands(patch: pytest.MonkeyPatch) -> None:
     """A step takes its rows' positions from the host, which has not read the step before."""
 
-    def stand(rows: Rows, state: SlotState, choice: Any) -> Any:
-        return rows, state.lengths[rows.slots_B]
+    def stand(rows: Rows, found: Any, choice: Any) -> Rows:
+        return rows
 
     patch.setattr(step_module, "rows_where_they_stand", stand)
 

@@ -68,6 +68,7 @@ def write_then_attend(
     windows: Sequence[int | None] | None = None,
     context_starts: Sequence[int] | None = None,
     context_starts_B: Tensor | None = None,
+    cells_BT: Tensor | None = None,
 ) -> Attend:
     """Attention of a causal model: row i of a request is stored at start + i and sees positions 0 to start + i.
 
@@ -83,12 +84,13 @@ def write_then_attend(
         context_starts: positions below hold no keys and are never read, whatever lies there; None is 0 for all. For
             drafters: the target has keys from 0 on.
         context_starts_B: the same, int64.
+        cells_BT: int64, physical rows that the rows go to, where they were looked up already.
     """
 
     if choice.is_native and can_attend(cache):
         return CausalNative(cache, slots_B, starts, starts_B, context_starts_B, num_rows, windows)
     if choice.is_paged and can_attend_paged(cache):
-        return CausalPaged(cache, slots_B, starts_B, context_starts_B, num_rows, windows)
+        return CausalPaged(cache, slots_B, starts_B, context_starts_B, num_rows, windows, cells_BT)
     if choice.is_batched:
         length = max(starts) + num_rows
         return CausalBatched(cache, slots_B, starts_B, context_starts_B, num_rows, length, windows)

@@ -126,7 +126,7 @@ class DraftStopper:
             plan: says whose drafts may be held back, and below which survival.
         """
         features_BK = draft_features(proposal)
-        self._has_features[slots_B] = features_BK is not None
+        self._has_features.index_fill_(0, slots_B, features_BK is not None)
         self._has_features[-1] = False  # rows of requests that have ended teach nothing
         if features_BK is None:
             return proposal

@@ -32,6 +32,7 @@ class CausalPaged(PagedAttend):
         firsts_B: int64, keys at positions below do not exist; None is 0 for all.
         num_rows: T.
         windows: per layer; None for none at all.
+        cells_BT: int64, physical rows that the rows go to; None looks them up.
     """
 
     def __init__(
@@ -42,11 +43,14 @@ class CausalPaged(PagedAttend):
         firsts_B: Tensor | None,
         num_rows: int,
         windows: Sequence[int | None] | None,
+        cells_BT: Tensor | None = None,
     ) -> None:
         self._table, self._slots_B, self._starts_B, self._firsts_B = cache.tables.table, slots_B, starts_B, firsts_B
         self._windows, self._planes = windows, cache.planes.unbind(0)
-        positions_BT = starts_B.unsqueeze(1) + torch.arange(num_rows, device=starts_B.device)
-        self._rows_T = cache.tables.rows_of(slots_B, positions_BT).flatten()
+        if cells_BT is None:
+            positions_BT = starts_B.unsqueeze(1) + torch.arange(num_rows, device=starts_B.device)
+            cells_BT = cache.tables.rows_of(slots_B, positions_BT)
+        self._rows_T = cells_BT.flatten()
 
     def cells(self, layer: int) -> tuple[Tensor, Tensor]:
         return self._planes[layer], self._rows_T

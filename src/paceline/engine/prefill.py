@@ -26,7 +26,7 @@ from paceline.engine.slots import SamplingFlags, SlotState
 from paceline.engine.step import StepOutput, draft_next, run_rows
 from paceline.engine.target_cache import TargetCache
 from paceline.engine.transfers import to_device
-from paceline.engine.verifier import JudgedBlock, judge
+from paceline.engine.verifier import JudgedBlock, block_logprobs, judge
 from paceline.models.drafters.proposal import Proposal
 from paceline.models.targets.target import Target
 from paceline.ops.acceptance import VerifyMethod
@@ -123,8 +123,9 @@ def prefill_chunk(
         next_ids_B = judged.verified.bonus_ids_B
         state.lengths[slots_B] = length
         state.anchors[slots_B] = next_ids_B
-        state.retire(slots_B, ends_B, judged.tokens_BL, judged.verified.fault_B)
-        state.tokens.extend(slots_B, judged.tokens_BL, chunk.flags)
+        tokens_B1 = next_ids_B.unsqueeze(1)
+        state.retire(slots_B, ends_B, tokens_B1, judged.verified.fault_B)
+        state.tokens.extend(slots_B, tokens_B1, chunk.flags)
     else:  # what the target would say here is of no interest: the text goes on as it does
         next_ids_B = torch.full_like(starts_B, chunk.next_id)
         if chunk.resumed_step is not None:
@@ -138,7 +139,7 @@ def prefill_chunk(
         num_waiting_B = draft_next(proposer, state, rows, plan, chunk.stopper, chunk.flags)
     if judged is None:
         return StepOutput.resumed(num_waiting_B)
-    return StepOutput.of(judged, no_drafts.ids_BK, num_waiting_B, torch.ones_like(num_waiting_B))
+    return _first_tokens(judged, num_waiting_B, chunk.flags)
 
 
 def prefill_prompts(
@@ -201,11 +202,27 @@ def prefill_prompts(
     next_ids_B = judged.verified.bonus_ids_B
     state.lengths[slots_B] = ends_B
     state.anchors[slots_B] = next_ids_B
-    state.retire(slots_B, ends_B, judged.tokens_BL, judged.verified.fault_B)
-    state.tokens.extend(slots_B, judged.tokens_BL, flags)
+    state.retire(slots_B, ends_B, next_ids_B.unsqueeze(1), judged.verified.fault_B)
+    state.tokens.extend(slots_B, next_ids_B.unsqueeze(1), flags)
     if proposer is not None:
         proposer.settle(rows, token_ids_BC, ends_B, next_ids_B)
     num_waiting_B = torch.zeros_like(starts_B)
     if proposer is not None and device_plan is not None and device_plan.most > 0:
         num_waiting_B = draft_next(proposer, state, rows, device_plan, stopper, flags)
-    return StepOutput.of(judged, no_drafts.ids_BK, num_waiting_B, torch.ones_like(num_waiting_B))
+    return _first_tokens(judged, num_waiting_B, flags)
+
+
+def _first_tokens(judged: JudgedBlock, num_waiting_B: Tensor, flags: SamplingFlags) -> StepOutput:
+    """A step without drafts, for requests whose first tokens were judged."""
+    verified = judged.verified
+    tokens_B1 = verified.bonus_ids_B.unsqueeze(1)
+    return StepOutput.of(
+        accepted_B=verified.accepted_B,
+        tokens_BT=tokens_B1,
+        fault_B=verified.fault_B,
+        draft_ids_BK=tokens_B1[:, :0],
+        num_zero_q_B=verified.num_zero_q_B,
+        num_waiting_B=num_waiting_B,
+        positions_B=torch.ones_like(num_waiting_B),
+        logprobs=block_logprobs(judged.logits, tokens_B1, flags),
+    )

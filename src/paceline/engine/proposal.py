@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from paceline.checkpoint.contract import AuxHiddenStream, DraftSampleMethod, TargetLayerId
@@ -20,6 +19,7 @@ from paceline.engine.slots import SlotState
 from paceline.models.drafters.block_drafter import BlockDrafter
 from paceline.models.drafters.proposal import DraftSampling, Proposal
 from paceline.models.targets.target import Target
+from paceline.ops.block_rows import BlockRows
 from paceline.ops.sample_tokens import NO_TOKEN
 
 
@@ -36,6 +36,9 @@ class Rows:
         context_starts: positions below hold no draft context, as after a prefix hit that lacks it; None is 0 for all.
             The target knows nothing of it.
         context_starts_B: the same, int64.
+        positions_BT: int64, of every row, where they were made already.
+        cells_BT: int64, physical rows of the caches that the rows go to, where a batched step made them already; one
+            object's tables serve all caches.
     """
 
     slots: Sequence[int]
@@ -45,6 +48,8 @@ class Rows:
     num_rows: int
     context_starts: Sequence[int] | None = None
     context_starts_B: Tensor | None = None
+    positions_BT: Tensor | None = None
+    cells_BT: Tensor | None = None
 
 
 class Proposer(Protocol):
@@ -146,7 +151,6 @@ class BlockProposer:
         self.max_positions = min(contract.max_position_embeddings, drafter.backbone.position_table.shape[0])
         self.target_layer_ids = contract.target_layer_ids
         self.aux_hidden_stream: AuxHiddenStream = contract.aux_hidden_stream
-        self._offsets_Q = torch.arange(drafter.num_rows(num_draft_tokens), device=cache.planes.device)
 
     @property
     def cache(self) -> KeyValueCache:
@@ -158,7 +162,9 @@ class BlockProposer:
         backbone = self._drafter.backbone
         features_BTD = backbone.context_features(taps)
         cache = self._cache
-        rows_BT = cache.tables.rows_of(rows.slots_B, positions_BT) if self._choice.is_batched else None
+        rows_BT = rows.cells_BT
+        if rows_BT is None and self._choice.is_batched:
+            rows_BT = cache.tables.rows_of(rows.slots_B, positions_BT)
         if rows_BT is not None and backbone.is_stacked:
             backbone.write_context(features_BTD, rows_BT, positions_BT, cache.planes)
             return
@@ -177,43 +183,44 @@ class BlockProposer:
     def propose(self, rows: Rows, state: SlotState, *, all_greedy: bool, num_drafts: int | None = None) -> Proposal:
         """One pass of the drafter over [anchor, mask, ...] of every request."""
         num_drafts = self.num_draft_tokens if num_drafts is None else num_drafts
-        lengths_B = state.lengths[rows.slots_B]
-        anchors_B = state.anchors[rows.slots_B].clamp(min=0)
-        positions_BQ = lengths_B.unsqueeze(1) + self._offsets_Q[: self._drafter.num_rows(num_drafts)]
-        block_ids_BQ = self._drafter.block_ids(anchors_B, num_drafts)
-        hidden_BQD = self._run_block(rows, block_ids_BQ, lengths_B, positions_BQ)
+        block = state.block_rows(
+            rows.slots_B,
+            num_rows=self._drafter.num_rows(num_drafts),
+            mask_id=self._drafter.contract.mask_token_id,
+            vocab_size=self._target.contract.vocab_size,
+            max_positions=self.max_positions,
+        )
+        hidden_BQD = self._run_block(rows, block)
         hidden_BKD = self._drafter.predicted_rows(hidden_BQD).to(self._target.norm.weight.dtype)
-        settings = state.sampling_rows(rows.slots_B)
         sampling = DraftSampling(
             method="greedy" if all_greedy else self._method,
-            temperature_B=settings.temperature_B,
-            seed_B=settings.seed_B,
-            position_B=lengths_B,
-            step_B=state.steps[rows.slots_B],
+            temperature_B=block.temperature_B,
+            seed_B=block.seeds_B,
+            position_B=block.lengths_B,
+            step_B=block.steps_B,
             is_coupled=self._is_coupled,
         )
         proposal = self._drafter.propose(
-            hidden_BKD, self._drafter.logits(hidden_BKD, self._target), anchors_B, sampling
+            hidden_BKD, self._drafter.logits(hidden_BKD, self._target), block.anchors_B, sampling
         )
-        fits_B = positions_BQ[:, -1] < self.max_positions  # the last predicted token needs no position of its own
-        return proposal._replace(ids_BK=proposal.ids_BK.masked_fill(~fits_B.unsqueeze(1), NO_TOKEN))
+        return proposal._replace(ids_BK=proposal.ids_BK.masked_fill(block.is_beyond_B.unsqueeze(1), NO_TOKEN))
 
-    def _run_block(self, rows: Rows, block_ids_BQ: Tensor, lengths_B: Tensor, positions_BQ: Tensor) -> Tensor:
+    def _run_block(self, rows: Rows, block: BlockRows) -> Tensor:
         contract = self._drafter.contract
         backbone = self._drafter.backbone
-        embeddings_BQD = self._drafter.embed(block_ids_BQ, self._target).to(backbone.fc.weight.dtype)
+        embeddings_BQD = self._drafter.embed(block.token_ids_BQ, self._target).to(backbone.fc.weight.dtype)
         attend = attend_block(
             self._cache,
             self._choice,
             slots=rows.slots,
             slots_B=rows.slots_B,
-            lengths_B=lengths_B,
+            lengths_B=block.lengths_B,
             max_length=max(rows.starts) + rows.num_rows,
-            num_rows=block_ids_BQ.shape[1],
+            num_rows=block.token_ids_BQ.shape[1],
             windows=contract.layer_windows,
             causal=contract.layer_causal,
             context_starts=rows.context_starts,
             context_starts_B=rows.context_starts_B,
         )
-        hidden: Tensor = backbone(embeddings_BQD, positions_BQ.clamp(max=self.max_positions - 1), attend)
+        hidden: Tensor = backbone(embeddings_BQD, block.positions_BQ, attend)
         return hidden

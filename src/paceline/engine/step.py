@@ -26,21 +26,24 @@ import torch
 from torch import Tensor
 
 from paceline.engine.attends import AttentionChoice
-from paceline.engine.draft_stopper import DevicePlan, DraftPlan, DraftStopper, count_drafts, first_drafts
+from paceline.engine.draft_stopper import DevicePlan, DraftPlan, DraftStopper
 from paceline.engine.log_probabilities import BlockLogprobs, RowLogprobs, entries_of
 from paceline.engine.proposal import Proposer, Rows
 from paceline.engine.recurrent_state import StateCopies
 from paceline.engine.request import TokenLogprobs
 from paceline.engine.sampling import LogprobsMode
 from paceline.engine.slots import SamplingFlags, SlotState
-from paceline.engine.target_cache import TargetCache, attend_rows, commit_rows, num_kept_rows
+from paceline.engine.target_cache import TargetCache, attend_rows, commit_rows, keeps_states, num_kept_rows
 from paceline.engine.transfers import HostCopy
-from paceline.engine.verifier import JudgedBlock, judge
+from paceline.engine.verifier import block_logprobs, judge
+from paceline.models.drafters.proposal import Proposal
 from paceline.models.taps import TapCollector
 from paceline.models.targets.target import Target
 from paceline.ops.acceptance import VerifyMethod, reads_q
+from paceline.ops.commit_step import ACCEPTED, FAULT, NUM_COUNTS, NUM_WAITING, NUM_ZERO_Q, POSITION
 from paceline.ops.finalise_block import SOUND
 from paceline.ops.sample_tokens import NO_TOKEN
+from paceline.ops.step_rows import CacheCells, StepRows
 
 
 @dataclass(frozen=True)
@@ -73,55 +76,103 @@ class StepOutput:
     """What a step decided, on the device.
 
     Attributes:
-        accepted_B: int64, drafts kept, bonus excluded.
-        tokens_BT: int64, kept drafts, then the target's own token, then -1. Where there is a fault, that token is -1,
-            too.
-        fault_B: int64, of the row that should have supplied the token: 0 sound, 1 NaN or infinity, 2 no token is
-            allowed. The kept drafts are sound.
-        draft_ids_BK: int64, the drafts that were judged; -1 where there was none.
-        num_zero_q_B: int64, drafts that their own distribution called impossible: a broken drafter.
-        num_waiting_B: int64, drafts that wait for the next step.
-        positions_B: int64, of the first row; -1 where the device saw the request's end before: its rows mean nothing.
+        report_BX: int64 [B, NUM_COUNTS + T + K], of each request the counts that `ops.commit_step` names, T tokens and
+            the K drafts that were judged.
+        num_rows: T.
         logprobs: of the tokens; None if no request wants any.
         num_requests: the first so many rows are requests, those behind padding; None where all are.
     """
 
-    accepted_B: Tensor
-    tokens_BT: Tensor
-    fault_B: Tensor
-    draft_ids_BK: Tensor
-    num_zero_q_B: Tensor
-    num_waiting_B: Tensor
-    positions_B: Tensor
+    report_BX: Tensor
+    num_rows: int
     logprobs: BlockLogprobs | None = None
     num_requests: int | None = None
 
     @classmethod
-    def of(cls, judged: JudgedBlock, draft_ids_BK: Tensor, num_waiting_B: Tensor, positions_B: Tensor) -> StepOutput:
-        """Put together what a step's verification decided and what it left for the next."""
-        verified = judged.verified
-        return cls(
-            verified.accepted_B,
-            judged.tokens_BL,
-            verified.fault_B,
-            draft_ids_BK,
-            verified.num_zero_q_B,
-            num_waiting_B,
-            positions_B,
-            judged.logprobs,
-        )
+    def of(
+        cls,
+        *,
+        accepted_B: Tensor,
+        tokens_BT: Tensor,
+        fault_B: Tensor,
+        draft_ids_BK: Tensor,
+        num_zero_q_B: Tensor,
+        num_waiting_B: Tensor,
+        positions_B: Tensor,
+        logprobs: BlockLogprobs | None = None,
+    ) -> StepOutput:
+        """Put together what was decided elsewhere than in a decode step.
+
+        Args:
+            accepted_B: int64, drafts kept, bonus excluded.
+            tokens_BT: int64, kept drafts, then the target's own token, then -1. Where there is a fault, that token is
+                -1, too.
+            fault_B: int64, of the row that should have supplied the token: 0 sound, 1 NaN or infinity, 2 no token is
+                allowed. The kept drafts are sound.
+            draft_ids_BK: int64, the drafts that were judged; -1 where there was none.
+            num_zero_q_B: int64, drafts that their own distribution called impossible: a broken drafter.
+            num_waiting_B: int64, drafts that wait for the next step.
+            positions_B: int64, of the first row; -1 where the device saw the request's end before: its rows mean
+                nothing.
+            logprobs: of the tokens; None if no request wants any.
+        """
+        counts = (accepted_B, fault_B, num_zero_q_B, num_waiting_B, positions_B)
+        report_BX = torch.cat((torch.stack(counts, dim=1), tokens_BT, draft_ids_BK), dim=1)
+        return cls(report_BX, tokens_BT.shape[1], logprobs)
 
     @classmethod
     def resumed(cls, num_waiting_B: Tensor) -> StepOutput:
         """A pass that judged nothing and only drafted for requests whose text is known."""
         zeros_B = torch.zeros_like(num_waiting_B)
         none_B0 = zeros_B.new_empty(zeros_B.shape[0], 0)
-        return cls(zeros_B, none_B0, zeros_B, none_B0, zeros_B, num_waiting_B, torch.ones_like(zeros_B))
+        return cls.of(
+            accepted_B=zeros_B,
+            tokens_BT=none_B0,
+            fault_B=zeros_B,
+            draft_ids_BK=none_B0,
+            num_zero_q_B=zeros_B,
+            num_waiting_B=num_waiting_B,
+            positions_B=torch.ones_like(zeros_B),
+        )
+
+    @property
+    def accepted_B(self) -> Tensor:
+        """int64, drafts kept, bonus excluded."""
+        return self.report_BX[:, ACCEPTED]
+
+    @property
+    def fault_B(self) -> Tensor:
+        """int64, of the row that should have supplied the target's own token."""
+        return self.report_BX[:, FAULT]
+
+    @property
+    def num_zero_q_B(self) -> Tensor:
+        """int64, drafts that their own distribution called impossible."""
+        return self.report_BX[:, NUM_ZERO_Q]
+
+    @property
+    def num_waiting_B(self) -> Tensor:
+        """int64, drafts that wait for the next step."""
+        return self.report_BX[:, NUM_WAITING]
+
+    @property
+    def positions_B(self) -> Tensor:
+        """int64, of the first row; -1 where the device saw the request's end before."""
+        return self.report_BX[:, POSITION]
+
+    @property
+    def tokens_BT(self) -> Tensor:
+        """int64, kept drafts, then the target's own token, then -1."""
+        return self.report_BX[:, NUM_COUNTS : NUM_COUNTS + self.num_rows]
+
+    @property
+    def draft_ids_BK(self) -> Tensor:
+        """int64, the drafts that were judged; -1 where there was none."""
+        return self.report_BX[:, NUM_COUNTS + self.num_rows :]
 
     def send(self) -> SentOutput:
         """Start to fetch everything in one transfer."""
-        counts = (self.accepted_B, self.fault_B, self.num_zero_q_B, self.num_waiting_B, self.positions_B)
-        integers = torch.cat((torch.stack(counts, dim=1), self.tokens_BT, self.draft_ids_BK), dim=1)
+        integers = self.report_BX
         rows: Iterable[RowLogprobs | None] = self.logprobs or ()
         floats = [part.columns for part in rows if part is not None]
         packed = torch.cat((integers.double(), *floats), dim=1) if floats else integers
@@ -133,12 +184,11 @@ class StepOutput:
 
     def unpack(self, packed: Sequence[Sequence[float]], num_integers: int) -> list[HostStep]:
         """Read what `send` packed, a row per request."""
-        num_rows, num_counts = self.tokens_BT.shape[1], 5
         steps = []
         for numbers in packed:
             whole = [int(number) for number in numbers[:num_integers]]
-            accepted, fault, num_zero_q, num_waiting, position = whole[:num_counts]
-            tokens, drafts = whole[num_counts : num_counts + num_rows], whole[num_counts + num_rows :]
+            accepted, fault, num_zero_q, num_waiting, position = whole[:NUM_COUNTS]
+            tokens, drafts = whole[NUM_COUNTS : NUM_COUNTS + self.num_rows], whole[NUM_COUNTS + self.num_rows :]
             step = HostStep(accepted, fault, num_zero_q, tokens, drafts, num_waiting=num_waiting, position=position)
             if self.logprobs is not None:
                 step = replace(step, logprobs=self._entries(list(numbers[num_integers:]), step))
@@ -152,7 +202,7 @@ class StepOutput:
             part: RowLogprobs | None = getattr(self.logprobs, mode)
             if part is not None:
                 num_columns = part.num_columns
-                entries[mode] = entries_of(numbers[:num_columns], step.token_ids, self.tokens_BT.shape[1], mode)
+                entries[mode] = entries_of(numbers[:num_columns], step.token_ids, self.num_rows, mode)
                 numbers = numbers[num_columns:]
         return entries
 
@@ -234,19 +284,19 @@ def decode_step(
         batch: who takes part, and at most how far each has come; where it really stands is read from `state`.
     """
     plan = None if batch.plan is None else batch.plan.on(state.device)
-    rows, positions_B = rows_where_they_stand(batch.rows, state, choice)
-    num_drafts = rows.num_rows - 1
     has_q = proposer is not None and proposer.num_candidates > 0 and not batch.flags.all_greedy
-    with_q = has_q and reads_q(batch.verify_method)
-    proposal = state.proposal(rows.slots_B, num_drafts, with_q=with_q)
-    anchors_B = state.anchors[rows.slots_B]
-    anchors_B1 = anchors_B.unsqueeze(1).clamp(min=0)
-    # A missing draft is run as the anchor once more; its row is computed for nothing and can't be accepted. Any other
-    # id might overflow where the request's own tokens do not, and spoil its block.
-    drafts_BK = torch.where(proposal.ids_BK < 0, anchors_B1, proposal.ids_BK)
-    token_ids_BT = torch.cat((anchors_B1, drafts_BK), dim=1)
+    found = state.step_rows(
+        batch.rows.slots_B,
+        batch.rows.num_rows - 1,
+        vocab_size=target.contract.vocab_size,
+        reads_q=has_q and reads_q(batch.verify_method),
+        context_starts_B=batch.rows.context_starts_B,
+        cells=CacheCells(cache.tables.table, cache.tables.block_size) if choice.is_batched else None,
+    )
+    rows = rows_where_they_stand(batch.rows, found, choice)
+    proposal = Proposal(found.draft_ids_BK, found.candidate_ids_BKC, found.log_q_BKC)
     fed = proposer if batch.writes_context else None
-    hidden_BTD = run_rows(target, fed, cache, choice, rows, token_ids_BT, all_count=False)
+    hidden_BTD = run_rows(target, fed, cache, choice, rows, found.token_ids_BT, all_count=False)
     judged = judge(
         target.logits(hidden_BTD),
         proposal,
@@ -256,45 +306,42 @@ def decode_step(
         batch.flags,
         method=batch.verify_method,
         grammar_mask_BLW=batch.grammar_mask_BTW,
+        rows=found,
     )
-    accepted_B, bonus_ids_B = judged.verified.accepted_B, judged.verified.bonus_ids_B
-
-    ends_B = rows.starts_B + accepted_B + 1
-    commit(state, rows.slots_B, ends_B, bonus_ids_B)
-    commit_rows(cache, rows, num_kept_rows(judged.verified, anchors_B), batch.state_copies)
-    state.retire(rows.slots_B, ends_B, judged.tokens_BL, judged.verified.fault_B)
-    state.tokens.extend(rows.slots_B, judged.tokens_BL, batch.flags)
+    verified = judged.verified
+    ends_B, report_BX = state.commit(found, verified.verdict)
+    output = StepOutput(report_BX, rows.num_rows)
+    if keeps_states(cache):
+        commit_rows(cache, rows, num_kept_rows(verified, found.anchors_B), batch.state_copies)
+    state.tokens.extend(rows.slots_B, output.tokens_BT, batch.flags)
     if batch.stopper is not None and plan is not None:
-        batch.stopper.observe(rows.slots_B, proposal.ids_BK, accepted_B, plan)
+        batch.stopper.observe(rows.slots_B, proposal.ids_BK, verified.accepted_B, plan)
     if proposer is not None and batch.writes_context:
-        proposer.settle(rows, token_ids_BT, ends_B, bonus_ids_B)
-    num_waiting_B = torch.zeros_like(accepted_B)
+        proposer.settle(rows, found.token_ids_BT, ends_B, verified.bonus_ids_B)
     if proposer is not None and plan is not None and plan.most > 0:
-        num_waiting_B = draft_next(proposer, state, rows, plan, batch.stopper, batch.flags)
-    return StepOutput.of(judged, proposal.ids_BK, num_waiting_B, positions_B)
+        draft_next(proposer, state, rows, plan, batch.stopper, batch.flags, output.num_waiting_B)
+    return replace(output, logprobs=block_logprobs(judged.logits, output.tokens_BT, batch.flags))
 
 
-def rows_where_they_stand(rows: Rows, state: SlotState, choice: AttentionChoice) -> tuple[Rows, Tensor]:
+def rows_where_they_stand(rows: Rows, found: StepRows, choice: AttentionChoice) -> Rows:
     """Take positions from the device, where a step that the host has not read yet may have moved them.
 
     Requests that have ended there go on in the trash slot, at its beginning: no row needs a mask, and nothing that they
     write is read by anybody.
-
-    Returns:
-        The rows, and the same positions with -1 for requests that have ended, int64 [B].
     """
-    is_alive_B = state.is_alive[rows.slots_B] > 0
-    positions_B = torch.where(is_alive_B, state.lengths[rows.slots_B], -1)
-    starts_B = positions_B.clamp(min=0)
-    slots_B = torch.where(is_alive_B, rows.slots_B, state.trash_slot)
-    rows = replace(rows, slots_B=slots_B, starts_B=starts_B)
-    if rows.context_starts_B is not None:
-        rows = replace(rows, context_starts_B=torch.minimum(rows.context_starts_B, starts_B))
+    rows = replace(
+        rows,
+        slots_B=found.slots_B,
+        starts_B=found.starts_B,
+        context_starts_B=found.context_starts_B,
+        positions_BT=found.positions_BT,
+        cells_BT=found.cells_BT,
+    )
     if choice.is_batched:  # bounds do, and the device is asked for nothing
-        return rows, positions_B
+        return rows
     firsts_B = rows.context_starts_B
     firsts = None if firsts_B is None else firsts_B.tolist()
-    return replace(rows, slots=slots_B.tolist(), starts=starts_B.tolist(), context_starts=firsts), positions_B
+    return replace(rows, slots=rows.slots_B.tolist(), starts=rows.starts_B.tolist(), context_starts=firsts)
 
 
 def draft_next(
@@ -304,19 +351,26 @@ def draft_next(
     plan: DevicePlan,
     stopper: DraftStopper | None,
     flags: SamplingFlags,
+    waiting_B: Tensor | None = None,
 ) -> Tensor:
     """Draw the next block of every request and keep as much of it as its plan says.
+
+    Args:
+        proposer: draws.
+        state: keeps.
+        rows: the requests.
+        plan: how many drafts.
+        stopper: holds unlikely ones back; None where no request wants that.
+        flags: of the requests.
+        waiting_B: int64, written to; None makes one.
 
     Returns:
         Drafts that wait for the next step, int64 [B].
     """
     proposal = proposer.propose(rows, state, all_greedy=flags.all_greedy, num_drafts=plan.most)
-    if plan.num_drafts_B is not None:
-        proposal = first_drafts(proposal, plan.num_drafts_B)
     if stopper is not None:
         proposal = stopper.hold_back(rows.slots_B, proposal, plan)
-    state.store_proposal(rows.slots_B, proposal)
-    return count_drafts(proposal.ids_BK)
+    return state.store_proposal(rows.slots_B, proposal, wanted_B=plan.num_drafts_B, waiting_B=waiting_B)
 
 
 def run_rows(
@@ -340,8 +394,9 @@ def run_rows(
         token_ids_BT: int64, what they hold.
         all_count: no row can be refused, as in a prompt.
     """
-    row_T = torch.arange(rows.num_rows, device=token_ids_BT.device)
-    positions_BT = rows.starts_B.unsqueeze(1) + row_T
+    positions_BT = rows.positions_BT
+    if positions_BT is None:
+        positions_BT = rows.starts_B.unsqueeze(1) + torch.arange(rows.num_rows, device=token_ids_BT.device)
     attend = attend_rows(cache, choice, rows, all_count=all_count)
     taps = None
     if proposer is not None:
@@ -352,11 +407,3 @@ def run_rows(
     if proposer is not None and taps is not None:
         proposer.write_context(rows, taps.collected(), positions_BT)
     return hidden_BTD
-
-
-def commit(state: SlotState, slots_B: Tensor, lengths_B: Tensor, anchors_B: Tensor) -> None:
-    """Make rows readable: lengths, anchors and step counters move together, and waiting drafts are used up."""
-    state.lengths[slots_B] = lengths_B
-    state.anchors[slots_B] = anchors_B
-    state.steps[slots_B] += 1
-    state.draft_ids[slots_B] = NO_TOKEN

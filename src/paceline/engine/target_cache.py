@@ -53,6 +53,7 @@ def attend_rows(cache: TargetCache, choice: AttentionChoice, rows: Rows, *, all_
         starts=rows.starts,
         starts_B=rows.starts_B,
         num_rows=rows.num_rows,
+        cells_BT=rows.cells_BT,
     )
 
 
@@ -81,6 +82,11 @@ def commit_rows(cache: TargetCache, rows: Rows, counts_B: Tensor, copies: StateC
     """
     if isinstance(cache, HybridCache) and cache.recurrent is not None:
         cache.recurrent.commit(rows.slots_B, counts_B, rows.num_rows, copies)
+
+
+def keeps_states(cache: TargetCache) -> bool:
+    """Whether `commit_rows` has anything to do."""
+    return isinstance(cache, HybridCache) and cache.recurrent is not None
 
 
 def begin_text(cache: TargetCache, slot: int) -> None:

@@ -6,6 +6,11 @@ import torch
 from torch import Tensor
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched on a device now is recorded into a graph instead of run."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Send a tensor of the host to a device, behind what is queued there.
 
@@ -18,6 +23,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """
     if device.type != "cuda":
         return tensor.to(device)
+    assert not is_capturing(device), "a recorded pass would read memory of the host that is somebody else's by then"
     return tensor.pin_memory().to(device, non_blocking=True)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from paceline.engine.log_probabilities import BlockLogprobs, row_logprobs
@@ -17,7 +16,7 @@ from paceline.engine.sampling_flags import SamplingFlags
 from paceline.engine.slots import SlotState
 from paceline.models.drafters.proposal import Proposal
 from paceline.ops.acceptance import VerifyMethod
-from paceline.ops.sample_tokens import NO_TOKEN
+from paceline.ops.step_rows import StepRows
 from paceline.ops.target_distribution import TargetLogits, target_logits
 from paceline.ops.verify_block import VerifiedBlock, verify_block
 
@@ -27,14 +26,11 @@ class JudgedBlock(NamedTuple):
 
     Attributes:
         verified: accepted drafts and the token after them.
-        tokens_BL: int64, the same as the tokens that were emitted: kept drafts, the target's own token, then -1. Where
-            the deciding row was at fault the target's token is -1, too.
-        logprobs: of the emitted tokens; None if no request wants any.
+        logits: of the rows, before and after what the requests asked for.
     """
 
     verified: VerifiedBlock
-    tokens_BL: Tensor
-    logprobs: BlockLogprobs | None
+    logits: TargetLogits
 
 
 def judge(
@@ -47,6 +43,7 @@ def judge(
     *,
     method: VerifyMethod = "standard",
     grammar_mask_BLW: Tensor | None = None,
+    rows: StepRows | None = None,
 ) -> JudgedBlock:
     """Accept drafts and choose the token after them, under each request's own rules and sampling settings.
 
@@ -59,8 +56,9 @@ def judge(
         flags: what the host knows of the batch.
         method: how drafts are judged.
         grammar_mask_BLW: int32, what each row may emit; None where no request has a grammar.
+        rows: settings and step counters of these slots, where they were looked up already.
     """
-    settings = state.sampling_rows(slots_B)
+    settings = state.sampling_rows(slots_B) if rows is None else rows.sampling
     logits = target_logits(
         logits_BLV,
         proposal.ids_BK,
@@ -81,25 +79,23 @@ def judge(
         temperature_B=settings.temperature_B,
         seed_B=settings.seed_B,
         anchor_position_B=anchor_position_B,
-        step_B=state.steps[slots_B],
+        step_B=state.steps[slots_B] if rows is None else rows.steps_B,
         candidate_ids_BKC=proposal.candidate_ids_BKC,
         log_q_BKC=proposal.log_q_BKC,
         method=method,
         all_greedy=flags.all_greedy,
     )
-    tokens_BL = _emitted_tokens(proposal.ids_BK, verified)
-    return JudgedBlock(verified, tokens_BL, _logprobs(logits, tokens_BL, flags))
+    return JudgedBlock(verified, logits)
 
 
-def _emitted_tokens(draft_ids_BK: Tensor, verified: VerifiedBlock) -> Tensor:
-    accepted_B1 = verified.accepted_B.unsqueeze(1)
-    padded_BL = torch.nn.functional.pad(draft_ids_BK, (0, 1), value=NO_TOKEN)
-    row_L = torch.arange(padded_BL.shape[1], device=padded_BL.device)
-    kept_BL = padded_BL.masked_fill(row_L >= accepted_B1, NO_TOKEN)
-    return kept_BL.scatter(1, accepted_B1, verified.bonus_ids_B.unsqueeze(1))
+def block_logprobs(logits: TargetLogits, tokens_BL: Tensor, flags: SamplingFlags) -> BlockLogprobs | None:
+    """Log-probabilities of the tokens that were emitted; None if no request wants any.
 
-
-def _logprobs(logits: TargetLogits, tokens_BL: Tensor, flags: SamplingFlags) -> BlockLogprobs | None:
+    Args:
+        logits: of the rows.
+        tokens_BL: int64, kept drafts, the target's own token, then -1.
+        flags: say what is wanted.
+    """
     if flags.num_raw_logprobs is None and flags.num_processed_logprobs is None:
         return None
     raw = processed = None

@@ -155,6 +155,18 @@ class CandidateRows(NamedTuple):
     log_q_BKC: Tensor
 
 
+class GivenCandidates(NamedTuple):
+    """The drafter's support as it came, for kernels, which see to padding and ids of probability 0 by themselves.
+
+    Attributes:
+        ids_BKC: int64; -1 is padding.
+        log_q_BKC: float32; None where each id has q = 1, as in one-hot drafts.
+    """
+
+    ids_BKC: Tensor
+    log_q_BKC: Tensor | None
+
+
 def candidate_rows(draft_ids_BK: Tensor, candidate_ids_BKC: Tensor | None, log_q_BKC: Tensor | None) -> CandidateRows:
     """Bring one-hot and full proposals to one form: a one-hot draft is its only candidate, with q = 1.
 

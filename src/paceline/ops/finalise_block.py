@@ -21,6 +21,7 @@ from torch import Tensor
 from paceline.ops import noise
 from paceline.ops.acceptance import (
     CandidateRows,
+    GivenCandidates,
     RowsBehind,
     VerifyMethod,
     at_row,
@@ -139,6 +140,7 @@ def _read_candidates(
     vocab_size: tl.tensor,
     num_candidates: tl.tensor,
     NUM_ROWS: tl.constexpr,
+    HAS_LOG_Q: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ) -> tl.tensor:
     """Ids, ln q and logits of row k's candidates; nothing at the bonus row, no logits of an unsound one."""
@@ -146,7 +148,12 @@ def _read_candidates(
     at = (request * (NUM_ROWS - 1) + k) * num_candidates + lane
     is_lane = (lane < num_candidates) & (k < NUM_ROWS - 1)
     ids = tl.load(candidate_ptr + at, mask=is_lane, other=-1)
-    log_q = tl.load(log_q_ptr + at, mask=is_lane, other=float("-inf"))
+    if HAS_LOG_Q:
+        log_q = tl.load(log_q_ptr + at, mask=is_lane, other=float("-inf")).to(tl.float32)
+        ids = tl.where(log_q == float("-inf"), -1, ids)
+        log_q = tl.where(ids < 0, float("-inf"), log_q)
+    else:
+        log_q = tl.where(ids < 0, float("-inf"), 0.0)
     logits_at = logits_ptr + (request * NUM_ROWS + k) * vocab_size + ids
     return ids, log_q, tl.load(logits_at, mask=(ids >= 0) & is_sound, other=float("-inf")).to(tl.float32)
 
@@ -176,12 +183,14 @@ def _finalise_block_kernel(
     GREEDY_BELOW: tl.constexpr,
     READS_Q: tl.constexpr,
     IS_BLOCK: tl.constexpr,
+    HAS_LOG_Q: tl.constexpr,
+    ALL_GREEDY: tl.constexpr,
     ACCEPT: tl.constexpr,
     TILES: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ) -> None:
     request = tl.program_id(0).to(tl.int64)
-    is_greedy = tl.load(temperature_ptr + request) < GREEDY_BELOW
+    is_greedy = (tl.load(temperature_ptr + request) < GREEDY_BELOW) | ALL_GREEDY
     by_ratio = (not is_greedy) & READS_Q
     seed, position = tl.load(seed_ptr + request), tl.load(anchor_position_ptr + request)
     mixed_seed = seed ^ (tl.load(step_ptr + request) << 32)
@@ -207,6 +216,7 @@ def _finalise_block_kernel(
                 vocab_size,
                 num_candidates,
                 NUM_ROWS,
+                HAS_LOG_Q,
                 CANDIDATES,
             )
             is_drafted = (ids == draft) & (ids >= 0) & (log_q == log_q)
@@ -251,6 +261,7 @@ def _finalise_block_kernel(
             vocab_size,
             num_candidates,
             NUM_ROWS,
+            HAS_LOG_Q,
             CANDIDATES,
         )
         gumbel = gumbel_of_token(key_state(seed, position + accepted, 0), ids)
@@ -271,12 +282,14 @@ def finalise_block_triton(
     tiles: VocabStatistics,
     draft_ids_BK: Tensor,
     processed_BLV: Tensor,
-    candidates: CandidateRows,
+    candidates: CandidateRows | GivenCandidates,
     temperature_B: Tensor,
     seed_B: Tensor,
     anchor_position_B: Tensor,
     step_B: Tensor,
     method: VerifyMethod,
+    *,
+    all_greedy: bool = False,
 ) -> Verdict:
     """Launch one program per request.
 
@@ -290,6 +303,7 @@ def finalise_block_triton(
         anchor_position_B: int64.
         step_B: int64.
         method: of verification.
+        all_greedy: every request is greedy, whatever the temperatures say.
     """
     num_requests, num_rows, vocab_size = processed_BLV.shape
     num_tiles, num_candidates = tiles.best_BLS.shape[2], candidates.ids_BKC.shape[2]
@@ -300,7 +314,7 @@ def finalise_block_triton(
             draft_ids_BK.contiguous(),
             processed_BLV.contiguous(),
             candidates.ids_BKC.contiguous(),
-            candidates.log_q_BKC.contiguous(),
+            tiles.best_BLS if candidates.log_q_BKC is None else candidates.log_q_BKC.contiguous(),
             temperature_B.contiguous(),
             seed_B.contiguous(),
             anchor_position_B.contiguous(),
@@ -314,6 +328,8 @@ def finalise_block_triton(
             GREEDY_BELOW=GREEDY_BELOW,
             READS_Q=reads_q(method),
             IS_BLOCK=method == "block",
+            HAS_LOG_Q=candidates.log_q_BKC is not None,
+            ALL_GREEDY=all_greedy,
             ACCEPT=noise.ACCEPT,
             TILES=triton.next_power_of_2(num_tiles),
             CANDIDATES=triton.next_power_of_2(max(1, num_candidates)),

@@ -62,6 +62,11 @@ class VerifiedBlock:
     num_zero_q_B: Tensor
 
     @property
+    def verdict(self) -> Verdict:
+        """The same without a name of its own for what follows from it."""
+        return Verdict(self.accepted_B, self.bonus_ids_B, self.fault_B, self.num_zero_q_B)
+
+    @property
     def bad_B(self) -> Tensor:
         """Where there is no bonus token, bool."""
         return self.fault_B > SOUND
@@ -103,15 +108,11 @@ def verify_block(
         ShapeError: logits without one row more than drafts, or candidates that do not match them.
     """
     _check_shapes(draft_ids_BK, processed_BLV, candidate_ids_BKC, log_q_BKC)
-    if all_greedy:
-        # torch looks at one number after the other in 16 bits
-        is_native = can_run(processed_BLV) and not needs_gradient(processed_BLV)
-        best_BL, argmax_ids_BL = native.largest(processed_BLV) if is_native else processed_BLV.max(dim=-1)
-        fault_BL = fault_of_rows(best_BL)
-        is_kept_BK = draft_ids_BK.eq(argmax_ids_BL[:, :-1]) & (fault_BL[:, :-1] == SOUND)
-        return _stopped_at(acceptance.count_leading(is_kept_BK), argmax_ids_BL, fault_BL)
-    run = choose("verify_block", processed_BLV, verify_block_reference, verify_block_triton)
     settings = (temperature_B, seed_B, anchor_position_B, step_B)
+    if all_greedy:
+        judge = choose("verify_greedily", processed_BLV, verify_greedily_reference, verify_greedily_triton)
+        return judge(draft_ids_BK, processed_BLV, *settings)
+    run = choose("verify_block", processed_BLV, verify_block_reference, verify_block_triton)
     return run(draft_ids_BK, processed_BLV, candidate_ids_BKC, log_q_BKC, *settings, method)
 
 
@@ -174,12 +175,50 @@ def verify_block_triton(
     method: VerifyMethod,
 ) -> VerifiedBlock:
     """Two kernels, called as the reference is; equal to it but for near-ties, see `finalise_block`."""
-    candidates = acceptance.candidate_rows(draft_ids_BK, candidate_ids_BKC, log_q_BKC)
     if not acceptance.reads_q(method):  # no id is left out of the rows' own draws
-        candidates = acceptance.CandidateRows(candidates.ids_BKC[..., :0], candidates.log_q_BKC[..., :0])
-    tiles = vocab_statistics_triton(processed_BLV, candidates.ids_BKC, temperature_B, seed_B, anchor_position_B)
-    settings = (temperature_B, seed_B, anchor_position_B, step_B)
-    verdict: Verdict = finalise_block_triton(tiles, draft_ids_BK, processed_BLV, candidates, *settings, method)
+        candidates = acceptance.GivenCandidates(draft_ids_BK.new_empty(*draft_ids_BK.shape, 0), None)
+    elif candidate_ids_BKC is None:
+        candidates = acceptance.GivenCandidates(draft_ids_BK.unsqueeze(2), None)
+    else:
+        candidates = acceptance.GivenCandidates(candidate_ids_BKC, log_q_BKC)
+    settings = (temperature_B, seed_B, anchor_position_B)
+    tiles = vocab_statistics_triton(processed_BLV, candidates.ids_BKC, *settings, log_q_BKC=candidates.log_q_BKC)
+    verdict = finalise_block_triton(tiles, draft_ids_BK, processed_BLV, candidates, *settings, step_B, method)
+    return VerifiedBlock(*verdict)
+
+
+def verify_greedily_reference(
+    draft_ids_BK: Tensor,
+    processed_BLV: Tensor,
+    temperature_B: Tensor,
+    seed_B: Tensor,
+    anchor_position_B: Tensor,
+    step_B: Tensor,
+) -> VerifiedBlock:
+    """One argmax over the logits; nothing of the settings is read."""
+    # torch looks at one number after the other in 16 bits
+    is_native = can_run(processed_BLV) and not needs_gradient(processed_BLV)
+    best_BL, argmax_ids_BL = native.largest(processed_BLV) if is_native else processed_BLV.max(dim=-1)
+    fault_BL = fault_of_rows(best_BL)
+    is_kept_BK = draft_ids_BK.eq(argmax_ids_BL[:, :-1]) & (fault_BL[:, :-1] == SOUND)
+    return _stopped_at(acceptance.count_leading(is_kept_BK), argmax_ids_BL, fault_BL)
+
+
+def verify_greedily_triton(
+    draft_ids_BK: Tensor,
+    processed_BLV: Tensor,
+    temperature_B: Tensor,
+    seed_B: Tensor,
+    anchor_position_B: Tensor,
+    step_B: Tensor,
+) -> VerifiedBlock:
+    """The two kernels without noise: rows that are greedy are judged by equality, as in match."""
+    nobody = acceptance.GivenCandidates(draft_ids_BK.new_empty(*draft_ids_BK.shape, 0), None)
+    settings = (temperature_B, seed_B, anchor_position_B)
+    tiles = vocab_statistics_triton(processed_BLV, nobody.ids_BKC, *settings, all_greedy=True)
+    verdict = finalise_block_triton(
+        tiles, draft_ids_BK, processed_BLV, nobody, *settings, step_B, "match", all_greedy=True
+    )
     return VerifiedBlock(*verdict)
 
 

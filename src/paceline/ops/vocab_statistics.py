@@ -87,6 +87,7 @@ def _tiles(values_BLV: Tensor, padding: tuple[int, int], value: float = -torch.i
 def _vocab_statistics_kernel(
     logits_ptr: tl.tensor,
     candidate_ptr: tl.tensor,
+    log_q_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
     seed_ptr: tl.tensor,
     anchor_position_ptr: tl.tensor,
@@ -99,6 +100,8 @@ def _vocab_statistics_kernel(
     num_rows: tl.tensor,
     vocab_size: tl.tensor,
     NUM_CANDIDATES: tl.constexpr,
+    HAS_LOG_Q: tl.constexpr,
+    ALL_GREEDY: tl.constexpr,
     GREEDY_BELOW: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
@@ -119,9 +122,12 @@ def _vocab_statistics_kernel(
     if index < num_rows - 1:  # the bonus row has no candidates
         first = (request * (num_rows - 1) + index).to(tl.int64) * NUM_CANDIDATES
         for c in range(NUM_CANDIDATES):
-            is_outside &= ids != tl.load(candidate_ptr + first + c)
+            candidate = tl.load(candidate_ptr + first + c)
+            if HAS_LOG_Q:  # with q = 0 it is none
+                candidate = tl.where(tl.load(log_q_ptr + first + c) == float("-inf"), -1, candidate)
+            is_outside &= ids != candidate
     noisy = tl.where(is_outside, logits, float("-inf"))
-    if tl.load(temperature_ptr + request) >= GREEDY_BELOW:
+    if (tl.load(temperature_ptr + request) >= GREEDY_BELOW) & (not ALL_GREEDY):
         position = tl.load(anchor_position_ptr + request) + index
         noisy += gumbel_of_token(key_state(tl.load(seed_ptr + request), position, 0), ids)
     noisy_best = tl.max(noisy, axis=0)
@@ -137,7 +143,14 @@ def _vocab_statistics_kernel(
 
 
 def vocab_statistics_triton(
-    logits_BLV: Tensor, candidate_ids_BKC: Tensor, temperature_B: Tensor, seed_B: Tensor, anchor_position_B: Tensor
+    logits_BLV: Tensor,
+    candidate_ids_BKC: Tensor,
+    temperature_B: Tensor,
+    seed_B: Tensor,
+    anchor_position_B: Tensor,
+    *,
+    log_q_BKC: Tensor | None = None,
+    all_greedy: bool = False,
 ) -> VocabStatistics:
     """Launch one program per row and tile.
 
@@ -147,6 +160,8 @@ def vocab_statistics_triton(
         temperature_B: float; below 1e-5 a request is greedy and gets no noise.
         seed_B: int64.
         anchor_position_B: int64; row i draws with the noise of position anchor + i.
+        log_q_BKC: float32; candidates with -inf are none. None takes all of them for candidates.
+        all_greedy: every request is greedy, whatever the temperatures say.
     """
     num_requests, num_rows, vocab_size = logits_BLV.shape
     num_tiles = triton.cdiv(vocab_size, TILE)
@@ -158,6 +173,7 @@ def vocab_statistics_triton(
         _vocab_statistics_kernel[(num_requests * num_rows, num_tiles)](
             logits_BLV.contiguous(),
             candidate_ids_BKC.contiguous(),
+            found.best_BLS if log_q_BKC is None else log_q_BKC.contiguous(),
             temperature_B.contiguous(),
             seed_B.contiguous(),
             anchor_position_B.contiguous(),
@@ -165,6 +181,8 @@ def vocab_statistics_triton(
             num_rows,
             vocab_size,
             NUM_CANDIDATES=candidate_ids_BKC.shape[2],
+            HAS_LOG_Q=log_q_BKC is not None,
+            ALL_GREEDY=all_greedy,
             GREEDY_BELOW=GREEDY_BELOW,
             TILE=TILE,
         )

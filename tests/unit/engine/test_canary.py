@@ -110,12 +110,12 @@ def shift_target_positions(patch: pytest.MonkeyPatch) -> None:
 
 def commit_one_too_many(patch: pytest.MonkeyPatch) -> None:
     """One refused row becomes readable."""
-    original = step_module.commit
+    original = step_module.SlotState.commit
 
-    def greedy_commit(state, slots_B, lengths_B, anchors_B):
-        original(state, slots_B, lengths_B + 1, anchors_B)
+    def greedy_commit(self, rows, verdict):
+        return original(self, rows._replace(starts_B=rows.starts_B + 1), verdict)
 
-    patch.setattr(step_module, "commit", greedy_commit)
+    patch.setattr(step_module.SlotState, "commit", greedy_commit)
 
 
 def shift_context_rows(patch: pytest.MonkeyPatch) -> None:

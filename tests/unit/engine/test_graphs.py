@@ -113,7 +113,7 @@ def test_what_recorded_steps_read_may_not_move() -> None:
     for _ in range(4):
         engine.step()
     state = engine._loop.parts.state
-    state._whole = state._whole.clone()
+    state._columns = state._columns._replace(whole_SX=state._columns.whole_SX.clone())
     with pytest.raises(EngineFaultError, match="was replaced"):
         engine.step()
 

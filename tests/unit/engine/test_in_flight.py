@@ -15,8 +15,14 @@ from paceline.errors import EngineFaultError
 
 def output_of(*, positions: list[int], tokens: list[list[int]]) -> StepOutput:
     zeros = torch.zeros(len(positions), dtype=torch.int64)
-    return StepOutput(
-        zeros, torch.tensor(tokens), zeros, zeros.new_empty(len(positions), 0), zeros, zeros, torch.tensor(positions)
+    return StepOutput.of(
+        accepted_B=zeros,
+        tokens_BT=torch.tensor(tokens),
+        fault_B=zeros,
+        draft_ids_BK=zeros.new_empty(len(positions), 0),
+        num_zero_q_B=zeros,
+        num_waiting_B=zeros,
+        positions_B=torch.tensor(positions),
     )
 
 

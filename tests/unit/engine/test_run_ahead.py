@@ -273,12 +273,12 @@ def test_a_failure_loses_no_token_that_was_on_its_way(monkeypatch: pytest.Monkey
 def test_a_device_that_stands_elsewhere_is_found_at_the_next_read(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of("dflash", run_ahead=True)
     engine._loop._checks = None  # without debug mode, too
-    commit = step_module.commit
+    commit = step_module.SlotState.commit
 
-    def one_too_many(state: Any, slots_B: torch.Tensor, lengths_B: torch.Tensor, anchors_B: torch.Tensor) -> None:
-        commit(state, slots_B, lengths_B + 1, anchors_B)
+    def one_too_many(self: Any, rows: Any, verdict: Any) -> Any:
+        return commit(self, rows._replace(starts_B=rows.starts_B + 1), verdict)
 
-    monkeypatch.setattr(step_module, "commit", one_too_many)
+    monkeypatch.setattr(step_module.SlotState, "commit", one_too_many)
     with pytest.raises(EngineFaultError, match=r"stands at \d+ on the device and stands at \d+ on the host"):
         serve(engine, tiny_prompts([9]), [GREEDY])
 

@@ -333,7 +333,7 @@ def test_nothing_is_copied_to_the_device_once_a_step_has_queued_work(monkeypatch
 
 
 def test_output_reaches_the_host_in_one_piece() -> None:
-    output = StepOutput(
+    output = StepOutput.of(
         accepted_B=torch.tensor([1, 0]),
         tokens_BT=torch.tensor([[5, 6, -1], [-1, -1, -1]]),
         fault_B=torch.tensor([0, 2]),

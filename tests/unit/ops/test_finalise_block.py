@@ -15,7 +15,13 @@ from paceline.ops import acceptance, vocab_statistics
 from paceline.ops import finalise_block as module
 from paceline.ops.acceptance import CandidateRows, VerifyMethod, candidate_rows, reads_q
 from paceline.ops.finalise_block import Verdict, finalise_block_reference, finalise_block_triton
-from paceline.ops.verify_block import VerifiedBlock, verify_block_reference, verify_block_triton
+from paceline.ops.verify_block import (
+    VerifiedBlock,
+    verify_block_reference,
+    verify_block_triton,
+    verify_greedily_reference,
+    verify_greedily_triton,
+)
 from paceline.ops.vocab_statistics import vocab_statistics_reference
 
 METHODS: tuple[VerifyMethod, ...] = ("standard", "block", "match")
@@ -90,6 +96,40 @@ def test_the_finishing_kernel_follows_its_own_reference(kernel_device: torch.dev
         type(a)(*(t.to(kernel_device) for t in a)) if isinstance(a, tuple) else a.to(kernel_device) for a in arguments
     ]
     assert as_lists(finalise_block_triton(*there, method)) == as_lists(finalise_block_reference(*arguments, method))
+
+
+@pytest.mark.parametrize("method", ["standard", "block"])
+def test_ids_without_probability_are_left_out_by_the_kernels_themselves(
+    kernel_device: torch.device, method: VerifyMethod
+) -> None:
+    block = odd_block(48, 3, 12, 6, seed=11, has_faults=False)
+    is_padding = block.candidate_ids < 0
+    is_draft = block.candidate_ids == block.drafts.unsqueeze(2)
+    is_impossible = ~is_draft & ~is_padding & (torch.arange(6) % 2 == 0)
+    log_q = block.log_q.masked_fill(is_impossible, -torch.inf)
+    block = block._replace(log_q=log_q)
+    there = block.on(kernel_device)
+    found = verify_block_triton(there.drafts, there.logits, *proposal(there, True), *there.settings, method)
+    assert as_lists(found) == by_reference(block, True, method)
+    # as candidates they would be drawn less often, or not at all
+    kept = block._replace(log_q=log_q.masked_fill(is_impossible, 0.0))
+    assert as_lists(found) != by_reference(kept, True, method)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("B", "K", "V", "C"), [*SHAPES, (3, 0, 40, 2)])
+def test_greedy_kernels_decide_as_one_argmax_does(
+    kernel_device: torch.device, B: int, K: int, V: int, C: int, dtype: torch.dtype
+) -> None:
+    """Whatever the temperatures say: that every request is greedy is the host's word."""
+    block = odd_block(B, K, V, C, seed=V, is_tied=True)
+    best = block.logits.nan_to_num(0.0, posinf=9.0).argmax(-1)[:, :K]
+    block = block._replace(
+        logits=block.logits.to(dtype), drafts=torch.where(torch.rand(B, K) < 0.7, best, block.drafts)
+    )
+    there = block.on(kernel_device)
+    expected = as_lists(verify_greedily_reference(block.drafts, block.logits, *block.settings))
+    assert as_lists(verify_greedily_triton(there.drafts, there.logits, *there.settings)) == expected
 
 
 def test_nothing_left_of_p_falls_back_to_p(monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device) -> None:

@@ -1,0 +1,34 @@
+"""The rows of a draft block: worked numbers, and the kernel against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.unit.ops.slot_cases import VOCAB_SIZE, assert_same, moved, odd_slots
+
+from paceline.ops.block_rows import block_rows, block_rows_reference, block_rows_triton
+from paceline.ops.slot_columns import ANCHOR, LENGTH, SlotColumns
+
+
+def test_a_block_is_the_anchor_and_masks_behind_the_context() -> None:
+    columns, _ = odd_slots(3, 2, 0)
+    columns.whole_SX[:3, LENGTH] = torch.tensor([5, 17, 18])
+    columns.whole_SX[:3, ANCHOR] = torch.tensor([7, -1, 2**31 - 1])
+    rows = block_rows(
+        columns, torch.tensor([0, 1, 2]), num_rows=3, mask_id=VOCAB_SIZE + 4, vocab_size=VOCAB_SIZE, max_positions=20
+    )
+    mask = VOCAB_SIZE + 4
+    assert rows.token_ids_BQ.tolist() == [[7, mask, mask], [0, mask, mask], [VOCAB_SIZE - 1, mask, mask]]
+    assert rows.positions_BQ.tolist() == [[5, 6, 7], [17, 18, 19], [18, 19, 19]]
+    assert rows.is_beyond_B.tolist() == [False, False, True]
+    assert rows.lengths_B.tolist() == [5, 17, 18]
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 5])
+@pytest.mark.parametrize("slots", [[2], [4, 0, 5, 3]])
+def test_the_kernel_agrees_with_the_reference(kernel_device: torch.device, num_rows: int, slots: list[int]) -> None:
+    columns, _ = odd_slots(5, 2, 0, seed=num_rows)
+    rows = torch.tensor(slots)
+    expected = block_rows_reference(columns, rows, num_rows, 60, VOCAB_SIZE, 30)
+    there = SlotColumns(*moved(columns, kernel_device))
+    assert_same(block_rows_triton(there, rows.to(kernel_device), num_rows, 60, VOCAB_SIZE, 30), expected)
