@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Prompts = Sequence[Sequence[int]]
 NUM_STEPS = 50
+PREFILL_CHUNK_SIZE = 8192  # prompt tokens of a pass: what other engines take at once on such a device
 GRAPH, EAGER, DEFAULT = "graph", "eager", "default"
 MODES = (DEFAULT, GRAPH, EAGER)
 
@@ -33,10 +34,11 @@ def records_steps(device: torch.device) -> bool:
 
 
 def engine_settings(mode: str = DEFAULT, **chosen: Any) -> EngineSettings:
-    """Settings of an engine that records its steps, does not, or decides for itself."""
+    """Settings of an engine that records its steps, does not, or decides for itself; prompts in large passes."""
     from paceline.engine.engine import EngineSettings
 
-    return EngineSettings(cuda_graphs=None if mode == DEFAULT else mode == GRAPH, **chosen)
+    graphs = None if mode == DEFAULT else mode == GRAPH
+    return EngineSettings(cuda_graphs=graphs, prefill_chunk_size=PREFILL_CHUNK_SIZE, prefix_cache=False, **chosen)
 
 
 def answer(engine: Engine, prompts: Prompts, num_tokens: int) -> list[RequestResult]:
@@ -66,7 +68,7 @@ def compare_modes(
     found: dict[str, list[list[Any]]] = {}
     num_replayed = 0
     for mode in (EAGER, GRAPH):
-        settings = engine_settings(mode, max_num_seqs=len(prompts), max_model_len=max_model_len, prefix_cache=False)
+        settings = engine_settings(mode, max_num_seqs=len(prompts), max_model_len=max_model_len)
         engine = Engine(target, drafter, settings)
         found[mode] = [steps_of(result) for result in answer(engine, prompts, NUM_STEPS + 1)]
         num_replayed = engine.stats().num_replayed_steps

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from benchmarks.command_line import DRAFTER, PROMPTS, TARGET, name_of, positive, run, say
 from benchmarks.cpu_serving import count_prompts
-from benchmarks.gpu_gate import DEFAULT, MODES, engine_settings
+from benchmarks.gpu_gate import DEFAULT, MODES, PREFILL_CHUNK_SIZE, engine_settings
 from benchmarks.gpu_steps import guarded
 from benchmarks.growing_result import GrowingResult
 from benchmarks.paired_speeds import bootstrap_median
@@ -113,10 +113,12 @@ def main(arguments: Sequence[str]) -> int:
         "mode": options.mode,
         "max_tokens": options.max_tokens,
         "rounds": options.rounds,
+        "prefill_chunk_size": PREFILL_CHUNK_SIZE,
     }
     result = GrowingResult(head, settings, options.out, key=KEY, order=_order)
     left_out = []
-    for cell in cells(sets, options):
+    wanted = list(cells(sets, options))
+    for cell in wanted:
         if time.monotonic() - began_s > options.seconds:
             left_out.append(cell.label)
             continue
@@ -125,7 +127,7 @@ def main(arguments: Sequence[str]) -> int:
             result.put({"drafter": name_of(options.draft_model), **row})
             shown = text_table([row], _SHOWN).splitlines()
             say(shown[0] + "\n" + shown[1])
-    if not left_out:
+    if len(result.rows) == len(wanted):
         result.finish()
     print(text_table(result.rows, _SHOWN), flush=True)
     for label in left_out:
@@ -195,7 +197,6 @@ def make_engines(
     settings = {
         "max_num_seqs": max(options.concurrency),
         "max_model_len": longest + options.max_tokens + _ROOM,
-        "prefix_cache": False,
     }
     return {
         PLAIN: Engine(target, None, engine_settings(options.mode, **settings)),
@@ -270,8 +271,8 @@ def make_row(cell: Cell, plain: Sequence[Loop], speculative: Sequence[Loop]) -> 
         "low": low,
         "high": high,
         "total_ratio": tokens_per_second(speculative) / tokens_per_second(plain),
-        "plain_decode_tokens_per_second": decode_tokens_per_second(plain),
-        "speculative_decode_tokens_per_second": decode_tokens_per_second(speculative),
+        "plain_decode_tokens_per_second": _decode_rate(plain),
+        "speculative_decode_tokens_per_second": _decode_rate(speculative),
         "acceptance_length": acceptance.acceptance_length,
         "drafts_per_step": acceptance.num_draft_tokens / max(1, acceptance.num_steps),
         "drafted_share": acceptance.num_steps / max(1, len(records)),
@@ -279,6 +280,11 @@ def make_row(cell: Cell, plain: Sequence[Loop], speculative: Sequence[Loop]) -> 
         "num_same": num_same(plain[0], speculative[0]) if is_greedy else None,
         "noise": round_noise(plain),
     }
+
+
+def _decode_rate(loops: Sequence[Loop]) -> float | None:
+    """None where every answer came in one piece."""
+    return decode_tokens_per_second(loops) if any(loop.decode_s > 0 for loop in loops) else None
 
 
 def reader_speeds(loops: Sequence[Loop]) -> list[float | None]:

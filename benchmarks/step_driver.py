@@ -70,7 +70,7 @@ def time_steps(engine: Engine, *, batch: int, context: int, num_warm_up: int, nu
             for index in range(num_steps):
                 step = make_batch(min(context + index * _growth(rows), each * tables.block_size - rows))
                 clock.begin()
-                engine._loop._steps.run(step)
+                engine._loop.run_step(step)
                 clock.end()
                 if (index + 1) % _QUEUE_DEPTH == 0:
                     clock.wait()

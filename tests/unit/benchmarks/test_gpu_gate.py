@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,8 +26,9 @@ PROMPTS = random_prompts(2, 12, 512)
 
 
 def test_modes_differ_in_recording_alone() -> None:
-    assert engine_settings(GRAPH, max_num_seqs=3) == EngineSettings(max_num_seqs=3, cuda_graphs=True)
-    assert engine_settings(EAGER).cuda_graphs is False and engine_settings().cuda_graphs is None
+    recorded, eager = (engine_settings(mode, max_num_seqs=3) for mode in (GRAPH, EAGER))
+    assert recorded.cuda_graphs is True and engine_settings().cuda_graphs is None
+    assert eager == replace(recorded, cuda_graphs=False) and not eager.prefix_cache
     assert not records_steps(CPU)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from benchmarks import gpu_steps
-from benchmarks.gpu_steps import main, parse, read_peers, run_round
+from benchmarks.gpu_steps import batches_and_modes, main, parse, read_peers, run_round
 from benchmarks.growing_result import read_growing
 from benchmarks.render_results import read_results, results_page
 from tests import tiny
@@ -66,7 +66,8 @@ def test_a_case_that_fails_costs_no_other(
     monkeypatch.setattr(gpu_steps, "time_steps", fails_once)
     arguments = ["--shapes", "tiny-qwen3", "--kinds", "plain", "--batches", "1", "2", "--skip-gate", "--skip-wall"]
     assert main([*SMALL, *arguments, "--out", str(tmp_path)]) == 0
-    assert [row["batch"] for row in read_growing(tmp_path / "gpu-steps.json")["rows"]] == [2]
+    result = read_growing(tmp_path / "gpu-steps.json")
+    assert [row["batch"] for row in result["rows"]] == [2] and not result["complete"]
     assert "batch 1, default FAILED" in capsys.readouterr().err
 
 
@@ -76,7 +77,7 @@ def test_a_shape_whose_recorded_steps_differ_is_not_measured(tmp_path: Path, mon
     monkeypatch.setattr(gpu_steps, "compare_modes", lambda *_arguments, **_options: found)
     arguments = ["--shapes", "tiny-smollm2", "--kinds", "plain", "--batches", "1", "--out", str(tmp_path)]
     assert main([*SMALL, *arguments]) == 3
-    assert read_growing(tmp_path / "gpu-steps.json")["rows"] == []
+    assert not (tmp_path / "gpu-steps.json").exists()
     found["num_same"] = 4
     assert main([*SMALL, *arguments]) == 0
     monkeypatch.setattr(gpu_steps, "compare_with_float32", lambda *_arguments: {"follows": False})
@@ -117,6 +118,13 @@ def test_slow_cases_take_fewer_steps_and_eager_ones_no_rounds(tmp_path: Path) ->
     rows = {row["mode"]: row for row in read_growing(tmp_path / "gpu-steps.json")["rows"]}
     assert rows["eager"]["num_timed"] == 20 and "ours_ms" not in rows["eager"]
     assert rows["default"]["num_rounds"] == 1
+
+
+def test_every_shape_has_its_cases() -> None:
+    options = parse([])
+    assert batches_and_modes("qwen3-8b", options) == ((1, 8, 32, 128), ("default",))
+    assert batches_and_modes("k3-mini", options) == ((1, 32), ("graph", "eager"))
+    assert batches_and_modes("k3-mini", parse(["--batches", "8", "--modes", "eager"])) == ([8], ["eager"])
 
 
 def test_options(capsys: pytest.CaptureFixture[str]) -> None:

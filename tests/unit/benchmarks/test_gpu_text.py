@@ -64,7 +64,8 @@ def test_time_runs_out_between_cells_and_a_cell_that_fails_costs_no_other(
     monkeypatch.setattr(gpu_text, "measure", fails_alone)
     arguments = ["--set", f"a={file}", "--out", str(tmp_path), "--temperatures", "0"]
     assert gpu_text.main([*SMALL, *arguments]) == 0
-    assert [row["concurrency"] for row in read_growing(tmp_path / "gpu-text.json")["rows"]] == [2]
+    result = read_growing(tmp_path / "gpu-text.json")
+    assert [row["concurrency"] for row in result["rows"]] == [2] and not result["complete"]
     assert gpu_text.main([*SMALL, *arguments, "--seconds", "0"]) == 0
     captured = capsys.readouterr()
     assert "T 0, 1 at once FAILED" in captured.err and "no time was left for a, T 0, 2 at once" in captured.err
@@ -100,3 +101,9 @@ def test_ratios_are_of_readers_and_acceptance_is_of_steps_that_drafted() -> None
     assert row["acceptance_length"] == 3.0 and row["drafts_per_step"] == 4.0 and row["drafted_share"] == 0.5
     assert row["num_same"] == 1
     assert row["plain_tokens_per_second"] == 6.0 and row["total_ratio"] == pytest.approx(16 / 1.5 / 6)
+
+
+def test_answers_that_come_in_one_piece_have_no_speed() -> None:
+    loops = [Loop([TimedAnswer([1, 2], 0.0, 1.0, 1.0)])] * 2
+    row = make_row(Cell("s", [[1]], 1.0, 1), loops, loops)
+    assert row["ratio"] is None and row["plain_decode_tokens_per_second"] is None and row["num_same"] is None

@@ -18,15 +18,14 @@ SETTINGS = EngineSettings(max_num_seqs=3, max_model_len=128, prefix_cache=False)
 def test_every_step_runs_all_rows_of_all_requests(is_drafted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     target, drafter = tiny.loaded()
     engine = Engine(target, drafter if is_drafted else None, SETTINGS)
-    runner = engine._loop._steps
-    run, seen = runner.run, []
+    run, seen = engine._loop.run_step, []
 
     def watched(batch: StepBatch) -> StepOutput:
         output = run(batch)
         seen.append((batch.rows.num_rows, output.positions_B.tolist(), output.tokens_BT[:, 0].tolist()))
         return output
 
-    monkeypatch.setattr(runner, "run", watched)
+    monkeypatch.setattr(engine._loop, "run_step", watched)
     times = time_steps(engine, batch=2, context=40, num_warm_up=2, num_timed=3)
     assert 0 < times.p10_ms <= times.median_ms <= times.p90_ms
     assert [rows for rows, _, _ in seen] == [8 if is_drafted else 1] * 5
