@@ -13,6 +13,7 @@ speculative, plain. How much is drafted follows `--draft-length`.
 * `ratio`, `low`, `high`: median over prompts of the speed that a reader sees after the first token, speculative over
   plain, and its 95 % bootstrap interval over prompts. `total_ratio` is that of the throughputs.
 * `acceptance_length`: tokens per step that judged drafts; `drafts_per_step` of them. `drafted_share` of all steps did.
+* `..._ttft_ms_p50`, `..._tpot_ms_p50`, `..._p99`: time to the first token, and per token behind it, over requests.
 * `noise`: how far the two plain rounds lie apart. `num_same`: greedy texts that are equal in both modes; in bf16 a
   near-tie may fall either way. `num_replayed` steps of the speculative rounds came from recordings, of `num_steps`.
 
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 NAME = "gpu-text"
 KEY = ("drafter", "set", "temperature", "concurrency")
 PLAIN, SPECULATIVE = "plain", "speculative"
-_NUM_PROMPTS = {1: 24, 8: 48, 32: 96, 128: 256}  # a second or so of decoding each
+_NUM_PROMPTS = {1: 32, 8: 64, 32: 128, 128: 256}  # a second or so of decoding each
 _PROMPTS_PER_SLOT = 2  # at another concurrency
 _NUM_WARM_UP_PROMPTS = 4  # at least
 _ROOM = 64  # positions beyond prompt and answer: the last block may reach past the budget
@@ -148,7 +149,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=positive, nargs="+", default=list(_NUM_PROMPTS))
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument(
-        "--num-prompts", type=positive, help="of each loop; default 24, 48, 96 and 256, or 2 per request at once"
+        "--num-prompts", type=positive, help="of each loop; default 32, 64, 128 and 256, or 2 per request at once"
     )
     parser.add_argument("--max-tokens", type=positive, default=128, help="of an answer; default 128")
     parser.add_argument("--rounds", type=positive, default=2, help="of each mode; default 2")
@@ -273,6 +274,8 @@ def make_row(cell: Cell, plain: Sequence[Loop], speculative: Sequence[Loop]) -> 
         "total_ratio": tokens_per_second(speculative) / tokens_per_second(plain),
         "plain_decode_tokens_per_second": _decode_rate(plain),
         "speculative_decode_tokens_per_second": _decode_rate(speculative),
+        **_waiting("plain", plain),
+        **_waiting("speculative", speculative),
         "acceptance_length": acceptance.acceptance_length,
         "drafts_per_step": acceptance.num_draft_tokens / max(1, acceptance.num_steps),
         "drafted_share": acceptance.num_steps / max(1, len(records)),
@@ -280,6 +283,18 @@ def make_row(cell: Cell, plain: Sequence[Loop], speculative: Sequence[Loop]) -> 
         "num_same": num_same(plain[0], speculative[0]) if is_greedy else None,
         "noise": round_noise(plain),
     }
+
+
+def _waiting(mode: str, loops: Sequence[Loop]) -> dict[str, object]:
+    """Milliseconds to the first token, and per token behind it, over requests."""
+    answers = [answer for loop in loops for answer in loop.answers]
+    per_token = [(one.last_s - one.first_s) / (len(one.token_ids) - 1) for one in answers if len(one.token_ids) > 1]
+    row: dict[str, object] = {
+        f"{mode}_ttft_ms_p50": 1e3 * float(np.median([one.first_s - one.added_s for one in answers]))
+    }
+    for name, share in (("p50", 0.5), ("p99", 0.99)):
+        row[f"{mode}_tpot_ms_{name}"] = 1e3 * float(np.quantile(per_token, share)) if per_token else None
+    return row
 
 
 def _decode_rate(loops: Sequence[Loop]) -> float | None:

@@ -20,6 +20,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -140,7 +141,14 @@ def measure_all(options: argparse.Namespace) -> int:
 
 def _start(name: str, options: argparse.Namespace) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "benchmarks.vllm.stepping", *sys.argv[1:], "--only", name]
-    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment = {
+        **os.environ,
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        # Two that compile the same model at once must not write the same files; a later run finds them again.
+        "VLLM_CACHE_ROOT": str(Path(tempfile.gettempdir()) / "paceline-vllm-cache" / name),
+    }
     with (options.out / f"{name}.log").open("wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
 

@@ -81,7 +81,7 @@ def test_files_of_one_name_are_taken_in_turn(tmp_path: Path) -> None:
 
 def test_loops_are_as_long_as_their_concurrency_asks_for() -> None:
     options = parse([])
-    assert [num_prompts(options, concurrency) for concurrency in (1, 8, 32, 128, 4, 64)] == [24, 48, 96, 256, 24, 128]
+    assert [num_prompts(options, concurrency) for concurrency in (1, 8, 32, 128, 4, 64)] == [32, 64, 128, 256, 32, 128]
     assert [file.name for file in options.sets] == ["first"]
 
 
@@ -99,7 +99,8 @@ def test_ratios_are_of_readers_and_acceptance_is_of_steps_that_drafted() -> None
     row = make_row(Cell("s", [[1], [2]], 0.0, 1), plain, fast)
     assert (row["ratio"], row["low"], row["high"]) == (2.0, 2.0, 2.0)
     assert row["acceptance_length"] == 3.0 and row["drafts_per_step"] == 4.0 and row["drafted_share"] == 0.5
-    assert row["num_same"] == 1
+    assert row["num_same"] == 1 and row["plain_ttft_ms_p50"] == 1e3
+    assert row["plain_tpot_ms_p50"] == pytest.approx(100) and row["speculative_tpot_ms_p50"] == pytest.approx(87.5)
     assert row["plain_tokens_per_second"] == 6.0 and row["total_ratio"] == pytest.approx(16 / 1.5 / 6)
 
 
