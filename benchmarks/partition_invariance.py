@@ -1,6 +1,7 @@
 """At how many cuts a Kimi target computes what it computes in one piece, to the last bit; and with planted faults.
 
     python -m benchmarks.partition_invariance --out docs/results
+    python -m benchmarks.partition_invariance --device cuda --out docs/results      through the kernels of a GPU
 
 A random target of 32 layers in blocks of 8 runs whole, and cut in two before every layer but the first; of three
 stages, every pair of cuts, with no capture id in the middle stage. A cut counts if taps 0 to 32 and the logits are
@@ -50,7 +51,8 @@ def main(arguments: Sequence[str]) -> int:
     rows = [row for dtype in options.dtype for row in measure(dtype, options)]
     print(text_table(rows))
     facts = [f"width {options.hidden_size}", f"{options.num_tokens} tokens"]
-    report(NAME, rows, options, arguments, device=options.device, facts=facts)
+    name = NAME if options.device == "cpu" else f"{NAME}-gpu"  # one machine, and so one file, for each
+    report(name, rows, options, arguments, device=options.device, facts=facts)
     return EXIT_DONE
 
 

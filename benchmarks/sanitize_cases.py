@@ -16,11 +16,10 @@ from paceline.ops import attention_residual as residual
 from paceline.ops import causal_convolution as convolution
 from paceline.ops import delta_attention as delta
 from paceline.ops import grouped_convolution as grouped
+from paceline.ops import mixture_of_experts as experts
 from paceline.ops.delta_commit import CommitInto, DeltaRecords, commit_delta_reference, commit_delta_triton
-from paceline.ops.expert_products import expert_products_triton
 from paceline.ops.gated_activation import Activation, gated_activation_reference, gated_activation_triton
 from paceline.ops.gated_rms_norm import gated_rms_norm_reference, gated_rms_norm_triton
-from paceline.ops.mixture_of_experts import ExpertWeights, expert_products_grouped
 from paceline.ops.paged_latent_attention import paged_latent_attention_reference, paged_latent_attention_triton
 
 SITU = Activation("situ", 4.0, 25.0)
@@ -184,22 +183,22 @@ def _commits(device: torch.device) -> Iterator[Case]:
 
 
 def _experts(device: torch.device) -> Iterator[Case]:
-    def reference(x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, activation: Activation) -> Tensor:
-        return expert_products_grouped(x, ids, ExpertWeights(gate_up, down), activation, "plain")
-
     for dtype, allowed in dtypes(device, multiplies=True):
-        for rows, experts, chosen in ((7, 4, 2), (40, 1, 1)):
+        for rows, num_experts, chosen in ((7, 4, 2), (70, 2, 1)):  # both forms
             width, inside = 24, 70
-            gate_up = (random(device, experts, 2 * inside, width) / width**0.5).to(dtype)
-            down = (random(device, experts, width, inside) / inside**0.5).to(dtype)
-            ids = torch.rand(rows, experts, device=device).argsort(dim=1)[:, :chosen]
-            ids[0, 0], ids[-1, -1] = -1, experts  # held by other ranks
-            x = random(device, rows, width, dtype=dtype)
-            arguments = (x, ids, gate_up, down, SITU)
-            yield (
-                f"expert_products, {rows} rows, {dtype}",
-                partial(compared, reference, expert_products_triton, arguments, allowed),
-            )
+            gate_up = (random(device, num_experts, 2 * inside, width) / width**0.5).to(dtype)
+            down = (random(device, num_experts, width, inside) / inside**0.5).to(dtype)
+            ids = torch.rand(rows, num_experts, device=device).argsort(dim=1)[:, :chosen]
+            ids[0, 0], ids[-1, -1] = -1, num_experts  # held by other ranks
+            x, weights = random(device, rows, width, dtype=dtype), torch.rand(rows, chosen, device=device)
+            arguments = (x, experts.Routing(ids, weights), experts.ExpertWeights(gate_up, down), SITU, "plain")
+            both = (experts._mix_grouped, experts._mix_by_kernels)
+            yield f"mix_experts, {rows} rows, {dtype}", partial(compared, *both, arguments, allowed)
+    for scores in ("sigmoid", "softmax"):
+        rule = experts.RoutingRule(6, scores=scores)
+        both = (experts.route_reference, experts._route_kernel)
+        arguments = (random(device, 5, 37), random(device, 37) * 0.2, rule)
+        yield f"route, {scores}", partial(compared, *both, arguments, WIDE)
 
 
 def _latent(device: torch.device) -> Iterator[Case]:

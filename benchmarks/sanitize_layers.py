@@ -119,8 +119,8 @@ def _gates(device: torch.device) -> Iterator[Case]:
 
 def _heads(device: torch.device) -> Iterator[Case]:
     width, num_heads, num_kv_heads, size, rows, page = 72, 4, 2, 20, 5, 16
-    positions, cells_T = torch.tensor([3, 4, 30, 0, 7], device=device), torch.tensor([35, 36, 17, 0, 20], device=device)
-    table = rotary_table(1e-4 ** (torch.arange(size // 2, device=device) * 2 / size), 24)
+    positions, cells_T = torch.tensor([3, 4, 23, 0, 7], device=device), torch.tensor([35, 36, 17, 0, 20], device=device)
+    turns = rotary_table(1e-4 ** (torch.arange(size // 2, device=device) * 2 / size), 24)
     for dtype, allowed in dtypes(device, multiplies=True):
         x = random(device, rows, width, dtype=dtype)
         weight = (random(device, (num_heads + 2 * num_kv_heads) * size, width) / width**0.5).to(dtype)
@@ -134,7 +134,7 @@ def _heads(device: torch.device) -> Iterator[Case]:
                     None if is_neox else random(device, weight.shape[0], dtype=dtype),
                     random(device, width),
                     qk_gains,
-                    table[positions],
+                    turns[positions],
                     Cells(planes, cells_T),
                     HeadForm(num_heads, _EPS, is_neox),
                 )

@@ -5,7 +5,10 @@
 
 Pairs of one expert form tiles; which expert a tile belongs to is found on the device, and the number of tiles is the
 most that any routing can need. Projections are rounded to the rows' dtype where the modules of a dense layer round.
-`mixture_of_experts.expert_products_grouped` is the definition.
+`mixture_of_experts.expert_products_grouped` is the definition, `few_expert_products` the form for a step's few rows.
+Either is followed by the sum over a row's experts:
+
+    out[t]  = sum over a of weight[t, a] * y[t * A + a]         for experts that are here, in float32, rounded once
 
 T rows, A chosen per row, P = T * A pairs, E experts, X width of an expert's input, I of its inside.
 """
@@ -21,6 +24,7 @@ from paceline.ops.gated_activation import Activation, activate
 _FEW_PAIRS, _MANY_PAIRS = 16, 64  # per tile: for a step's rows, and for a prompt's
 _FEW_PER_EXPERT = 32
 _OUTPUTS, _INPUTS = 64, 64  # of a tile of a weight
+_LARGEST_BLOCK = 1024  # channels per program of the sum
 
 
 @kernel
@@ -142,19 +146,19 @@ def expert_products_triton(
 
     Args:
         x_TX: rows.
-        expert_ids_TA: int64; pairs with ids outside the experts get zeros.
+        expert_ids_TA: int64; pairs with ids outside the experts are left out.
         gate_up_EZX: in the rows' dtype, contiguous.
         down_EXI: the same.
         activation: between the products.
     Returns:
-        [P, X] in the rows' dtype.
+        [P, X] in the rows' dtype; what belongs to ids outside the experts is not written.
     """
     num_experts, width, inside_size = down_EXI.shape
     num_pairs = expert_ids_TA.numel()
     tile_size = _FEW_PAIRS if num_pairs <= _FEW_PER_EXPERT * num_experts else _MANY_PAIRS
     order_P, *tiles = tiles_of(expert_ids_TA.flatten(), num_experts, tile_size)
     inside_PI = torch.empty(num_pairs, inside_size, dtype=x_TX.dtype, device=x_TX.device)
-    y_PX = torch.zeros(num_pairs, width, dtype=x_TX.dtype, device=x_TX.device)
+    y_PX = torch.empty(num_pairs, width, dtype=x_TX.dtype, device=x_TX.device)
     sizes = {"PAIRS": tile_size, "OUTPUTS": _OUTPUTS, "INPUTS": _INPUTS}
     with torch.cuda.device_of(x_TX):
         _gate_up_kernel[tiles[0].shape[0], triton.cdiv(inside_size, _OUTPUTS)](
@@ -177,3 +181,57 @@ def expert_products_triton(
             inside_PI, down_EXI, order_P, *tiles, y_PX, width, inside_size, num_experts, **sizes
         )
     return y_PX
+
+
+@kernel
+def _weigh_experts_kernel(
+    y_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    width: tl.tensor,
+    num_experts: tl.tensor,
+    CHOSEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for slot in tl.static_range(CHOSEN):
+        pair = row * CHOSEN + slot
+        expert = tl.load(ids_ptr + pair)
+        is_here = inside & (expert >= 0) & (expert < num_experts)
+        weight = tl.load(weights_ptr + pair)
+        y = tl.load(y_ptr + pair * width + column, mask=is_here, other=0.0).to(tl.float32)
+        total += tl.where(is_here, y * weight, 0.0)
+    tl.store(out_ptr + row * width + column, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def weigh_experts_triton(y_PX: Tensor, expert_ids_TA: Tensor, weights_TA: Tensor, num_experts: int) -> Tensor:
+    """Launch one program per row and run of channels.
+
+    Args:
+        y_PX: what every chosen expert says; pairs with ids outside the experts may hold anything.
+        expert_ids_TA: int64.
+        weights_TA: float32.
+        num_experts: E.
+    Returns:
+        [T, X] in y's dtype.
+    """
+    num_rows, num_chosen = expert_ids_TA.shape
+    width = y_PX.shape[1]
+    out_TX = torch.empty(num_rows, width, dtype=y_PX.dtype, device=y_PX.device)
+    block = min(_LARGEST_BLOCK, triton.next_power_of_2(width))
+    with torch.cuda.device_of(y_PX):
+        _weigh_experts_kernel[num_rows, triton.cdiv(width, block)](
+            y_PX,
+            expert_ids_TA.contiguous(),
+            weights_TA.contiguous(),
+            out_TX,
+            width,
+            num_experts,
+            CHOSEN=num_chosen,
+            BLOCK=block,
+        )
+    return out_TX

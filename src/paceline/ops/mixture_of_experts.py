@@ -24,9 +24,11 @@ from torch import Tensor
 from paceline.errors import ShapeError
 from paceline.ops.dispatch import choose, needs_gradient
 from paceline.ops.elementwise import sigmoid, widen
-from paceline.ops.expert_products import expert_products_triton
+from paceline.ops.expert_products import expert_products_triton, weigh_experts_triton
+from paceline.ops.few_expert_products import MOST_ROWS, few_expert_products_triton
 from paceline.ops.gated_activation import Activation, gated_activation
 from paceline.ops.linear import can_pack, linear_packed, linear_row_invariant, pack_weight
+from paceline.ops.routing_kernel import route_triton
 
 Arithmetic = Literal["plain", "packed", "native", "row_invariant", "fused"]  # as `ops/linear.py`
 _SMALLEST_SUM = 1e-20  # keeps weights finite where all scores are zero; changes no other sum
@@ -79,6 +81,39 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor, *, mode: Arithmetic = "plain"
     return functional.linear(widen(x_TD), widen(weight_ED))
 
 
+def route_reference(logits_TE: Tensor, correction_bias_E: Tensor | None, rule: RoutingRule) -> Routing:
+    """The definition."""
+    num_experts = logits_TE.shape[1]
+    group_size = num_experts // rule.num_groups
+    scores_TE = sigmoid(logits_TE) if rule.scores == "sigmoid" else logits_TE.softmax(-1)
+    choice_TE = scores_TE.detach() if correction_bias_E is None else scores_TE.detach() + correction_bias_E
+    if rule.num_groups > 1:
+        choice_TGE = choice_TE.unflatten(1, (rule.num_groups, group_size))
+        num_counted = 1 if correction_bias_E is None else min(2, group_size)
+        group_scores_TG = choice_TGE.topk(num_counted, dim=-1).values.sum(-1)
+        kept = group_scores_TG.topk(rule.num_kept_groups, dim=-1).indices
+        is_dropped_TG = torch.ones_like(group_scores_TG, dtype=torch.bool).scatter_(1, kept, False)
+        choice_TE = choice_TGE.masked_fill(is_dropped_TG.unsqueeze(-1), -torch.inf).flatten(1)
+    ids_TA = choice_TE.topk(rule.num_experts_per_token, dim=-1).indices
+    weights_TA = scores_TE.gather(1, ids_TA)
+    if rule.is_renormalised:
+        weights_TA = weights_TA / (weights_TA.sum(-1, keepdim=True) + _SMALLEST_SUM)
+    return Routing(ids_TA, weights_TA * rule.scaling_factor)
+
+
+def _route_kernel(logits_TE: Tensor, correction_bias_E: Tensor | None, rule: RoutingRule) -> Routing:
+    found = route_triton(
+        logits_TE,
+        correction_bias_E,
+        rule.num_experts_per_token,
+        is_sigmoid=rule.scores == "sigmoid",
+        is_renormalised=rule.is_renormalised,
+        scaling_factor=rule.scaling_factor,
+        smallest_sum=_SMALLEST_SUM,
+    )
+    return Routing(*found)
+
+
 def route(logits_TE: Tensor, correction_bias_E: Tensor | None, rule: RoutingRule) -> Routing:
     """Choose experts and weigh them.
 
@@ -94,20 +129,9 @@ def route(logits_TE: Tensor, correction_bias_E: Tensor | None, rule: RoutingRule
     if num_experts % rule.num_groups or rule.num_experts_per_token > group_size * rule.num_kept_groups:
         wanted = f"{rule.num_groups} equal groups of experts, {rule.num_kept_groups} of which hold at least "
         raise ShapeError("logits", expected=f"{wanted}{rule.num_experts_per_token}", found=logits_TE.shape)
-    scores_TE = sigmoid(logits_TE) if rule.scores == "sigmoid" else logits_TE.softmax(-1)
-    choice_TE = scores_TE.detach() if correction_bias_E is None else scores_TE.detach() + correction_bias_E
-    if rule.num_groups > 1:
-        choice_TGE = choice_TE.unflatten(1, (rule.num_groups, group_size))
-        num_counted = 1 if correction_bias_E is None else min(2, group_size)
-        group_scores_TG = choice_TGE.topk(num_counted, dim=-1).values.sum(-1)
-        kept = group_scores_TG.topk(rule.num_kept_groups, dim=-1).indices
-        is_dropped_TG = torch.ones_like(group_scores_TG, dtype=torch.bool).scatter_(1, kept, False)
-        choice_TE = choice_TGE.masked_fill(is_dropped_TG.unsqueeze(-1), -torch.inf).flatten(1)
-    ids_TA = choice_TE.topk(rule.num_experts_per_token, dim=-1).indices
-    weights_TA = scores_TE.gather(1, ids_TA)
-    if rule.is_renormalised:
-        weights_TA = weights_TA / (weights_TA.sum(-1, keepdim=True) + _SMALLEST_SUM)
-    return Routing(ids_TA, weights_TA * rule.scaling_factor)
+    if rule.num_groups > 1 or logits_TE.numel() == 0 or needs_gradient(logits_TE):
+        return route_reference(logits_TE, correction_bias_E, rule)
+    return choose("route", logits_TE, route_reference, _route_kernel)(logits_TE, correction_bias_E, rule)
 
 
 def mix_experts_reference(
@@ -180,10 +204,21 @@ def _product(x_TI: Tensor, weight_OI: Tensor, packed: Tensor | None, mode: Arith
     return functional.linear(x_TI, weight_OI)
 
 
-def _expert_products_kernel(
-    x_TX: Tensor, expert_ids_TA: Tensor, experts: ExpertWeights, activation: Activation, mode: Arithmetic
+def _mix_grouped(
+    x_TX: Tensor, routing: Routing, experts: ExpertWeights, activation: Activation, mode: Arithmetic
 ) -> Tensor:
-    return expert_products_triton(x_TX, expert_ids_TA, experts.gate_up_EZX, experts.down_EXI, activation)
+    y_PX = expert_products_grouped(x_TX, routing.expert_ids_TA, experts, activation, mode)
+    y_TAX = y_PX.view(x_TX.shape[0], -1, x_TX.shape[1])
+    return (y_TAX * routing.weights_TA.unsqueeze(-1)).sum(1).to(x_TX.dtype)
+
+
+def _mix_by_kernels(
+    x_TX: Tensor, routing: Routing, experts: ExpertWeights, activation: Activation, mode: Arithmetic
+) -> Tensor:
+    """Three launches for the rows of a step; more rows are sorted first, and waited for in neither case."""
+    products = few_expert_products_triton if x_TX.shape[0] <= MOST_ROWS else expert_products_triton
+    y_PX = products(x_TX, routing.expert_ids_TA, experts.gate_up_EZX, experts.down_EXI, activation)
+    return weigh_experts_triton(y_PX, routing.expert_ids_TA, routing.weights_TA, experts.down_EXI.shape[0])
 
 
 def mix_experts(
@@ -219,9 +254,7 @@ def mix_experts(
         raise ShapeError("expert_ids", expected=f"[{num_rows}, A], as weights", found=routing.expert_ids_TA.shape)
     if x_TX.numel() == 0:
         return torch.zeros_like(x_TX)
-    products = expert_products_grouped
-    if not needs_gradient(x_TX, experts.gate_up_EZX, experts.down_EXI):
-        products = choose("expert_products", x_TX, expert_products_grouped, _expert_products_kernel)
-    own_ids_TA = routing.expert_ids_TA - first_expert if first_expert else routing.expert_ids_TA
-    y_TAX = products(x_TX, own_ids_TA, experts, activation, mode).view(num_rows, -1, width)
-    return (y_TAX * routing.weights_TA.unsqueeze(-1)).sum(1).to(x_TX.dtype)
+    own = routing._replace(expert_ids_TA=routing.expert_ids_TA - first_expert) if first_expert else routing
+    if needs_gradient(x_TX, routing.weights_TA, experts.gate_up_EZX, experts.down_EXI):
+        return _mix_grouped(x_TX, own, experts, activation, mode)
+    return choose("mix_experts", x_TX, _mix_grouped, _mix_by_kernels)(x_TX, own, experts, activation, mode)

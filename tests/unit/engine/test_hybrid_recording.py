@@ -134,7 +134,7 @@ def test_no_variant_reads_a_value(variant: str, monkeypatch: pytest.MonkeyPatch)
 
 def experts_that_ask(patch: pytest.MonkeyPatch) -> None:
     """The form that goes from expert to expert."""
-    patch.setattr(mixture_of_experts, "_expert_products_kernel", mixture_of_experts.expert_products_grouped)
+    patch.setattr(mixture_of_experts, "_mix_by_kernels", mixture_of_experts._mix_grouped)
 
 
 def masked_commits(patch: pytest.MonkeyPatch) -> None:
