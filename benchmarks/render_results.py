@@ -4,7 +4,8 @@
     python -m benchmarks.render_results --check    exit 1 if a page does not agree with the files
 
 A result file has `name`, `command`, `commit`, `date`, `machine`, `versions` and `rows`. In README.md, what is between
-`<!-- results: NAME -->` and `<!-- end -->` is replaced by the table of that file.
+`<!-- results: NAME -->` and `<!-- end -->` is replaced by the table of that file, or by some of its columns after
+`<!-- results: NAME: COLUMN COLUMN ... -->`.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 KEYS = ("name", "command", "commit", "date", "machine", "versions", "rows")
-_SLOT = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_SLOT = re.compile(
+    r"(<!-- results: (?P<name>[\w-]+)(?:: (?P<columns>[\w ]+?))? -->\n).*?(?P<end><!-- end -->)", re.DOTALL
+)
 
 
 def read_results(folder: Path) -> dict[str, dict[str, Any]]:
@@ -34,9 +37,9 @@ def read_results(folder: Path) -> dict[str, dict[str, Any]]:
     return results
 
 
-def table(rows: list[Mapping[str, object]]) -> str:
-    """A Markdown table with the union of the rows' keys as columns."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+def table(rows: list[Mapping[str, object]], chosen: Sequence[str] | None = None) -> str:
+    """A Markdown table with the chosen columns, or the union of the rows' keys."""
+    columns = list(chosen or dict.fromkeys(key for row in rows for key in row))
     lines = ["| " + " | ".join(columns) + " |", "| " + " | ".join("---" for _ in columns) + " |"]
     lines += ["| " + " | ".join(_cell(row.get(column)) for column in columns) + " |" for row in rows]
     return "\n".join(lines) + "\n"
@@ -71,7 +74,11 @@ def fill(text: str, results: Mapping[str, Mapping[str, Any]]) -> str:
         name = slot["name"]
         if name not in results:
             raise SystemExit(f"README.md shows results of {name}, but docs/results/{name}.json does not exist")
-        return f"{slot[1]}{table(results[name]['rows'])}{slot[3]}"
+        rows, chosen = results[name]["rows"], (slot["columns"] or "").split()
+        missing = [column for column in chosen if not any(column in row for row in rows)]
+        if missing:
+            raise SystemExit(f"README.md shows columns of {name} that it does not have: {', '.join(missing)}")
+        return f"{slot[1]}{table(rows, chosen)}{slot['end']}"
 
     return _SLOT.sub(one, text)
 

@@ -133,3 +133,13 @@ def test_options(capsys: pytest.CaptureFixture[str]) -> None:
         parse(["--max-model-len", "300"])
     assert "at least 660" in capsys.readouterr().err
     assert read_peers(None) == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", ["tiny-smollm2", "tiny-qwen3", "tiny-k3"])
+def test_recorded_steps_pass_the_gate_and_are_played_back(shape: str, tmp_path: Path) -> None:
+    arguments = ["--shapes", shape, "--batches", "2", "--modes", "graph", "--rounds", "1", "--new-tokens", "32"]
+    sizes = ["--prompt-tokens", "16", "--warm-up", "10", "--timed", "40", "--max-model-len", "256"]
+    assert main([*arguments, *sizes, "--out", str(tmp_path)]) == 0
+    rows = read_growing(tmp_path / "gpu-steps.json")["rows"]
+    assert len(rows) == 2 and all(row["replayed"] > 0.9 for row in rows)

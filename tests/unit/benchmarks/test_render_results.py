@@ -37,6 +37,18 @@ def test_pages_follow_the_files(root: Path) -> None:
     assert main(root, check=True) == 0
 
 
+def test_a_slot_may_choose_columns(root: Path) -> None:
+    readme = root / "README.md"
+    readme.write_text("<!-- results: cpu-main: ratio mode -->\n<!-- end -->\n")
+    assert main(root) == 0
+    text = readme.read_text()
+    assert "| ratio | mode |\n" in text and "| 1.5 | a\\|b |" in text and "tokens_per_second" not in text
+    assert main(root, check=True) == 0
+    readme.write_text("<!-- results: cpu-main: ratios mode -->\n<!-- end -->\n")
+    with pytest.raises(SystemExit, match="does not have: ratios"):
+        main(root)
+
+
 def test_a_figure_changed_by_hand_is_found(root: Path) -> None:
     main(root)
     readme = root / "README.md"
