@@ -1,13 +1,14 @@
 """Attention over blocks on a GPU: a launch's time inside a captured graph, beside the time that reading the keys takes.
 
     python -m benchmarks.gpu_attention --out docs/results
-    python -m benchmarks.gpu_attention --shapes smollm2 --batches 1 --contexts 1024 --sweep all
+    python -m benchmarks.gpu_attention --shapes smollm2 --batches 1 --contexts 1024 --starts in-turn early --sweep keys
     python -m benchmarks.gpu_attention --device cpu        the script itself, on tiny inputs; times mean nothing
 
 A graph holds launches over as many different layers as it takes for the L2 cache not to hold their keys. `floor_us` is
 their bytes over the bandwidth of a large copy, `sdpa_us` torch's own attention over contiguous keys of the same sizes,
-where nothing has to be looked up. `--sweep` also tries other numbers of parts and fewest pages of a part. Results are
-compared with the definition first, at every combination of shape and rows; the exit code is 3 if one is wrong or fails.
+where nothing has to be looked up. `--starts early` launches each while the one ahead still runs. `--sweep` also tries
+other numbers of parts, or turns of other sizes. Results are compared with the definition first, at every size; the exit
+code is 3 if one is wrong or fails.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,13 +34,18 @@ if TYPE_CHECKING:
     import torch
     from benchmarks.gpu_micro_clock import GraphClock
 
+    from paceline.ops.paged_attention_kernel import Launch
+
 NAME = "gpu-attention"
 BATCHES, CONTEXTS, ROWS = (1, 8, 32), (1024, 8192, 32768), (1, 16)
+STARTS = ("in-turn", "early")
 BLOCK_SIZE = 64
 _ALLOWED = 2**-7  # relative error in bf16
+_MOST_SHARED_BYTES = 190 * 1024  # of a multiprocessor, for keys and values
 _MOST_CACHE_BYTES = 24 * 2**30
 _MOST_CHECKED_KEYS = 2**17  # over all requests
-_COLUMNS = ("shape", "batch", "context", "rows", "parts", "least_pages", "us", "floor_us", "ratio", "sdpa_us", "error")
+_KEY = ("shape", "batch", "context", "rows", "starts", "parts", "least_keys", "keys", "warps", "stages")
+_COLUMNS = (*_KEY, "us", "floor_us", "ratio", "sdpa_us", "error")
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,11 @@ class Size:
     batch: int
     context: int
     rows: int
+
+    @property
+    def num_query_rows(self) -> int:
+        """Packed rows of a key/value head."""
+        return self.rows * self.shape.N // self.shape.M
 
     @property
     def num_bytes(self) -> int:
@@ -120,17 +131,12 @@ def main(arguments: Sequence[str]) -> int:
     import torch
     from benchmarks.gpu_micro_clock import GraphClock
 
-    from paceline.configuration.environment import read_environment
-    from paceline.ops.dispatch import allow_dependent_launch, dependent_launch
-
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {options.device} was asked for; torch sees no GPU", hint="--device cpu")
-    allow_dependent_launch(read_environment().dependent_launch)
     torch.manual_seed(0)
     clock = GraphClock(device, options.num_replays)
-    facts = ["launched early" if dependent_launch() else "launched in turn"]
-    result = _result(options, arguments, facts if clock.is_real else ["a trial: times mean nothing"])
+    result = _result(options, arguments, [] if clock.is_real else ["a trial: times mean nothing"])
     failed: list[str] = []
     deadline_s = time.monotonic() + options.seconds
     for size in sizes_of(options, is_real=clock.is_real):
@@ -141,7 +147,7 @@ def main(arguments: Sequence[str]) -> int:
             for row in measure(size, clock, options, deadline_s):
                 result.put(row)
                 numbers = (f"{key} {row[key]:.4g}" for key in _COLUMNS if isinstance(row.get(key), float))
-                print(*(row[key] for key in _COLUMNS[:6]), *numbers, flush=True)
+                print(*(row[key] for key in _KEY), *numbers, flush=True)
         except Exception:
             say("\n".join(traceback.format_exc().strip().splitlines()[-6:]))
             failed.append(f"{size}: it failed")
@@ -160,9 +166,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--batches", type=positive, nargs="+", default=list(BATCHES), help="requests; 1 8 32")
     parser.add_argument("--contexts", type=positive, nargs="+", default=list(CONTEXTS), help="1024 8192 32768")
     parser.add_argument("--rows", type=positive, nargs="+", default=list(ROWS), help="per request; 1 16")
-    parser.add_argument(
-        "--sweep", choices=("none", "some", "all"), default="some", help="parts and pages tried; some: batch 1 and 8"
-    )
+    parser.add_argument("--starts", nargs="+", choices=STARTS, default=["in-turn"], help="of launches; default in-turn")
+    parser.add_argument("--sweep", choices=("none", "parts", "keys"), default="parts", help="what else is tried")
+    parser.add_argument("--sweep-batch", type=positive, default=8, help="the largest at which it is; default 8")
     parser.add_argument("--seconds", type=float, default=55.0, help="for all; default 55")
     parser.add_argument("--num-replays", type=positive, default=15, help="of each graph; default 15")
     parser.add_argument("--bandwidth-tb", type=float, default=4.3, help="of a large copy, TB/s; default 4.3 (H200)")
@@ -186,31 +192,36 @@ def measure(
 ) -> Iterator[dict[str, object]]:
     """The chosen number of parts first, then the others."""
     from paceline.ops import paged_attention_kernel as kernels
+    from paceline.ops.dispatch import allow_dependent_launch
 
     num_layers = max(2, min(20, clock.copies(size.num_bytes), _MOST_CACHE_BYTES // size.num_bytes))
     inputs = Inputs.make(size, num_layers, clock.device)
-    shape = size.shape
-    queries = kernels.query_tile(size.rows * shape.N // shape.M, shape.H)
-    num_tiled = size.batch * shape.M * -(-size.rows * shape.N // shape.M // queries)
-    chosen = kernels.choose_parts(num_tiled, inputs.table.shape[1], queries)
+    chosen = kernels.choose_launch(size.num_query_rows, size.shape.H, inputs.planes.dtype)
     error = _error(inputs, chosen) if size.batch * size.context <= _MOST_CHECKED_KEYS else None
     if error is not None and not error <= _ALLOWED:
         raise ValueError(f"wrong by {error}")
     floor_us = size.num_bytes / (options.bandwidth_tb * 1e6)
     sdpa_us = clock.time(_sdpa_calls(size, num_layers, clock.device)).us if clock.is_real else None
-    for num_parts, least_pages in _variants(size, options, chosen, kernels.LEAST_PAGES):
+    sweep = options.sweep if size.batch <= options.sweep_batch else "none"
+    for starts, (launch, parts) in itertools.product(options.starts, list(_variants(size, chosen, inputs, sweep))):
         if time.monotonic() > deadline_s:
             return
-        calls = [_call(inputs, layer, num_parts, least_pages) for layer in range(num_layers)]
+        allow_dependent_launch(starts == "early")
+        calls = [_call(inputs, layer, launch, parts) for layer in range(num_layers)]
         us = clock.time(calls * max(1, 20 // num_layers)).us
+        allow_dependent_launch(False)
         yield {
             "shape": size.name,
             "batch": size.batch,
             "context": size.context,
             "rows": size.rows,
-            "parts": num_parts,
-            "least_pages": least_pages,
-            "is_chosen": (num_parts, least_pages) == (chosen, kernels.LEAST_PAGES),
+            "starts": starts,
+            "parts": parts,
+            "least_keys": launch.least_keys,
+            "keys": launch.keys,
+            "warps": launch.warps,
+            "stages": launch.stages,
+            "is_chosen": (launch, parts) == (chosen, _parts(size, inputs, chosen)),
             "us": us,
             "floor_us": floor_us,
             "ratio": us / floor_us,
@@ -221,21 +232,42 @@ def measure(
         }
 
 
-def _variants(size: Size, options: argparse.Namespace, chosen: int, least: int) -> Iterator[tuple[int, int]]:
-    yield chosen, least
-    if options.sweep == "none" or (options.sweep == "some" and size.batch > 8):
-        return
-    others = (1, 2, 4, 8, 16, 32) if options.sweep == "all" or size.batch == 1 else (chosen // 2, 2 * chosen)
-    yield from ((parts, least) for parts in others if parts not in (0, chosen))
-    if options.sweep == "all" or size.batch == 1:
-        yield from ((32, pages) for pages in (1, 2, 8, 16))
+def _parts(size: Size, inputs: Inputs, launch: Launch) -> int:
+    from paceline.ops import paged_attention_kernel as kernels
+
+    num_tiled = size.batch * size.shape.M * -(-size.num_query_rows // launch.queries)
+    num_sums = min(size.num_query_rows, launch.queries) * size.shape.H
+    return kernels.choose_parts(num_tiled, inputs.table.shape[1] * BLOCK_SIZE, num_sums, launch)
 
 
-def _call(inputs: Inputs, layer: int, num_parts: int, least_pages: int) -> Callable[[], object]:
+def _variants(size: Size, chosen: Launch, inputs: Inputs, sweep: str) -> Iterator[tuple[Launch, int]]:
+    """What is chosen first; then the others of a sweep, each once."""
+    parts = _parts(size, inputs, chosen)
+    yield chosen, parts
+    if sweep == "parts":
+        others = [(chosen, number) for number in (1, 2, 4, 8, 16, 32) if number != parts]
+        others += [(replace(chosen, least_keys=keys), 32) for keys in (64, 128, 512, 1024)]
+        yield from others if size.batch == 1 else others[:6]
+    elif sweep == "keys":
+        for keys, warps, stages in (
+            (64, 4, 3),
+            (64, 4, 5),
+            (64, 2, 3),
+            (128, 2, 3),
+            (128, 4, 2),
+            (128, 8, 3),
+            (256, 8, 2),
+        ):
+            launch = replace(chosen, keys=keys, warps=warps, stages=stages)
+            if 4 * keys * stages * size.shape.H <= _MOST_SHARED_BYTES and (size.rows == 1 or keys < 256):
+                yield launch, parts
+
+
+def _call(inputs: Inputs, layer: int, launch: Launch, parts: int) -> Callable[[], object]:
     from paceline.ops.paged_attention_kernel import paged_attention_triton
 
     arguments = inputs.arguments(layer)
-    return lambda: paged_attention_triton(*arguments, num_parts=num_parts, least_pages=least_pages)
+    return lambda: paged_attention_triton(*arguments, num_parts=parts, launch=launch)
 
 
 def _sdpa_calls(size: Size, num_layers: int, device: torch.device) -> list[Callable[[], object]]:
@@ -254,22 +286,23 @@ def _sdpa_calls(size: Size, num_layers: int, device: torch.device) -> list[Calla
     return [call(layer) for layer in range(num_layers)] * max(1, 20 // num_layers)
 
 
-def _error(inputs: Inputs, num_parts: int) -> float:
+def _error(inputs: Inputs, launch: Launch) -> float:
+    """Of what is chosen by itself, alone and shared by as many programs as may be."""
     from benchmarks.gpu_micro_clock import relative_error
 
     from paceline.ops.paged_attention import paged_attention_reference
     from paceline.ops.paged_attention_kernel import paged_attention_triton
 
-    found = paged_attention_triton(*inputs.arguments(0), num_parts=num_parts)
-    return relative_error(found, paged_attention_reference(*inputs.arguments(0)))
+    expected = paged_attention_reference(*inputs.arguments(0))
+    found = (paged_attention_triton(*inputs.arguments(0), num_parts=parts, launch=launch) for parts in (None, 8))
+    return max(relative_error(each, expected) for each in found)
 
 
 def _result(options: argparse.Namespace, arguments: Sequence[str], facts: Sequence[str]) -> GrowingResult:
     machine = describe_machine(*facts, device=options.device)
     head = make_result(NAME, [], machine=machine, arguments=arguments)
     settings = {"num_replays": options.num_replays, "sweep": options.sweep}
-    key = ("shape", "batch", "context", "rows", "parts", "least_pages")
-    return GrowingResult(head, settings, options.out, key=key, order=lambda row: 0)  # as they came
+    return GrowingResult(head, settings, options.out, key=_KEY, order=lambda row: 0)  # as they came
 
 
 if __name__ == "__main__":

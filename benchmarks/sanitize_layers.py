@@ -13,13 +13,15 @@ from torch import Tensor
 from paceline.ops.linear_gated import linear_gated_reference, linear_gated_triton
 from paceline.ops.linear_residual import linear_residual_reference, linear_residual_triton
 from paceline.ops.paged_attention import paged_attention_reference
-from paceline.ops.paged_attention_kernel import paged_attention_triton
+from paceline.ops.paged_attention_kernel import Launch, paged_attention_triton
 from paceline.ops.project_heads import Cells, HeadForm, project_heads_reference, project_heads_triton
 from paceline.ops.rotary import rotary_table
 from paceline.ops.skinny_product import Tile
 
 _EPS = 1e-5
 _TILES = (Tile(32, 32, 1), Tile(32, 32, 3))
+
+_SMALL = Launch(queries=16, keys=16, warps=4, stages=2, least_keys=16)  # so that short contexts are shared
 
 
 def layer_cases(device: torch.device) -> Iterator[Case]:
@@ -50,7 +52,7 @@ def _attention(device: torch.device) -> Iterator[Case]:
         }
         for name, form in forms.items():
             for parts in (1, 4):
-                launch = partial(paged_attention_triton, num_parts=parts, least_pages=1)
+                launch = partial(paged_attention_triton, num_parts=parts, launch=_SMALL)
                 arguments = (q, planes, table, slots, starts, *form, size**-0.5)
                 yield (
                     f"paged_attention, {name}, {parts} parts, {dtype}",
@@ -76,7 +78,7 @@ def _paged(device: torch.device) -> Iterator[Case]:
             arguments = (q, planes, table, slots, starts, tail, None, window, False, sinks, 0.2)
 
             def launch(*arguments: Any, num_parts: int = num_parts) -> Tensor:
-                return paged_attention_triton(*arguments, num_parts=num_parts, least_pages=1)
+                return paged_attention_triton(*arguments, num_parts=num_parts, launch=_SMALL)
 
             yield (
                 f"paged_attention, {num_parts} parts, {'tail' if has_tail else 'no tail'}, {dtype}",
