@@ -188,8 +188,8 @@ for reads_q, is_block in ((True, False), (True, True), (False, False)):
         | named("candidate_ptr draft_ptr seed_ptr anchor_position_ptr step_ptr", "i64")
         | named("best_id_ptr noisy_id_ptr verdict_ptr", "i64"),
         named("num_requests num_tiles num_candidates vocab_size", "i32"),
-        {"NUM_ROWS": 8, "GREEDY_BELOW": 1e-5, "READS_Q": reads_q, "IS_BLOCK": is_block, "ACCEPT": 0x4143_4350,
-         "TILES": 32, "CANDIDATES": 16},
+        {"NUM_ROWS": 8, "GREEDY_BELOW": 1e-5, "READS_Q": reads_q, "IS_BLOCK": is_block, "HAS_LOG_Q": reads_q,
+         "ALL_GREEDY": False, "ACCEPT": 0x4143_4350, "TILES": 32, "CANDIDATES": 16},
     )
 for queries, parts, has_tail in ((16, 8, False), (64, 32, True), (128, 1, False)):
     compile_for_hopper(
