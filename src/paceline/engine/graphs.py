@@ -33,7 +33,7 @@ from paceline.engine.parts import EngineParts
 from paceline.engine.proposal import Rows
 from paceline.engine.recurrent_state import StateCopies
 from paceline.engine.sampling_flags import SamplingFlags
-from paceline.engine.step import StepBatch, StepOutput, decode_step
+from paceline.engine.step import StepBatch, StepOutput, decode_step, draft_next
 from paceline.engine.transfers import to_device
 from paceline.errors import ConfigError
 from paceline.ops.acceptance import VerifyMethod
@@ -56,7 +56,7 @@ class StepKey(NamedTuple):
 
     Attributes:
         num_requests: B, padding included.
-        num_rows: T, rows of each.
+        num_rows: T, rows of each; 0 for the drafting of first blocks.
         num_drafts: drawn for the next step; None where nobody asks for any.
         flags: the requests' sampling settings, summarised.
         writes_context: whether the drafter's context is kept current.
@@ -142,34 +142,34 @@ _COLUMNS = (
 
 
 class Recording(Protocol):
-    """A step that can be run again."""
+    """Work that can be done again."""
 
-    def replay(self) -> StepOutput:
-        """Run it on what its inputs hold now; the result's tensors are written again by the next call."""
+    def replay(self) -> Any:
+        """Do it on what its inputs hold now; the result's tensors are written again by the next call."""
         ...
 
 
 @dataclass(frozen=True)
 class Repeated:
-    """A step that is simply run again: what a recording is on a CPU, for tests."""
+    """Work that is simply done again: what a recording is on a CPU, for tests."""
 
-    body: Callable[[], StepOutput]
+    body: Callable[[], Any]
 
-    def replay(self) -> StepOutput:
-        """Run it."""
+    def replay(self) -> Any:
+        """Do it."""
         return self.body()
 
 
 class CudaRecording:
-    """A CUDA graph of a step.
+    """A CUDA graph.
 
     Args:
-        body: the step; it has run before with the same shapes.
+        body: the work; it was done before with the same shapes.
         pool: memory that all recordings share, a handle of torch's.
         device: where.
     """
 
-    def __init__(self, body: Callable[[], StepOutput], pool: Any, device: torch.device) -> None:
+    def __init__(self, body: Callable[[], Any], pool: Any, device: torch.device) -> None:
         self._graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream(device)
         torch.cuda.synchronize(device)
@@ -186,13 +186,13 @@ class CudaRecording:
             if was_enabled:
                 gc.enable()
 
-    def replay(self) -> StepOutput:
+    def replay(self) -> Any:
         """Play it back on the current stream."""
         self._graph.replay()
         return self._output
 
 
-Record = Callable[[Callable[[], StepOutput]], Recording]
+Record = Callable[[Callable[[], Any]], Recording]
 
 
 def make_recorder(device: torch.device, *, wanted: bool | None) -> Record | None:
@@ -231,7 +231,7 @@ class StepRunner:
         self._parts, self._counters, self._record = parts, counters, record
         self._buckets = buckets_up_to(max_num_seqs)
         self._inputs: dict[int, StepInputs] = {}
-        self._bodies: OrderedDict[StepKey, _Body] = OrderedDict()
+        self._works: OrderedDict[StepKey, _Work] = OrderedDict()
 
     @property
     def is_recording(self) -> bool:
@@ -254,35 +254,48 @@ class StepRunner:
         if self._record is None or not self._can_record(batch):
             self._counters.num_unrecorded_steps += self._record is not None
             return self._run_plainly(batch)
-        batch = self._rounded(batch)
-        key = self._key(batch)
-        body = self._bodies.get(key)
-        if body is None:
-            body = self._new_body(key, batch)
-        self._bodies.move_to_end(key)
-        self._parts.require_fixed()
-        body.inputs.fill(batch)
-        return replace(self._played(key, body), num_requests=len(batch.rows.slots))
+        work = self._work_for(self._rounded(batch), num_rows=batch.rows.num_rows)
+        output: StepOutput = work.do(self._record, self._counters)
+        self._counters.num_replayed_steps += work.is_recorded
+        self._counters.num_unrecorded_steps += not work.is_recorded
+        return replace(output, num_requests=len(batch.rows.slots))
 
-    def _played(self, key: StepKey, body: _Body) -> StepOutput:
-        assert self._record is not None, "only recorded steps come here"
-        if body.recording is None and body.has_run and not body.has_failed:
-            try:
-                body.recording = self._record(body.run)
-                self._counters.num_recordings += 1
-            except Exception as error:  # whatever it is, the step itself can still be run
-                body.has_failed = True
-                _log.error("a step of %d x %d rows cannot be recorded: %s", key.num_requests, key.num_rows, error)
-        if body.recording is None:
-            body.has_run = True
-            self._counters.num_unrecorded_steps += 1
-            return body.run()
-        self._counters.num_replayed_steps += 1
-        return body.recording.replay()
+    def draft(self, rows: Rows, plan: DraftPlan, stopper: DraftStopper | None, flags: SamplingFlags) -> Tensor:
+        """Draft first blocks, behind prompts whose context is written.
+
+        Args:
+            rows: of the prompts, on the device.
+            plan: how many drafts.
+            stopper: as for a decode step.
+            flags: of the requests.
+
+        Returns:
+            Drafts that wait for each request's first step, int64 [B].
+        """
+        parts, proposer = self._parts, self._parts.proposer
+        assert proposer is not None, "something drafts"
+        batch = StepBatch(rows, flags, writes_context=True, plan=plan, stopper=stopper)
+        # What goes token by token starts from a state that the prompt's pass has left, each time elsewhere.
+        if self._record is None or not proposer.is_parallel or not self._can_record(batch):
+            return draft_next(proposer, parts.state, rows, plan.on(parts.state.device), stopper, flags)
+        work = self._work_for(self._rounded(batch), num_rows=0)
+        waiting_B: Tensor = work.do(self._record, self._counters)
+        return waiting_B[: len(rows.slots)].clone()
+
+    def _work_for(self, batch: StepBatch, *, num_rows: int) -> _Work:
+        """What is done for a batch of this shape, its numbers filled in; without rows, drafting alone."""
+        key = self._key(batch, num_rows)
+        work = self._works.get(key)
+        if work is None:
+            work = self._new_work(key, batch)
+        self._works.move_to_end(key)
+        self._parts.require_fixed()
+        work.inputs.fill(batch)
+        return work
 
     def drop(self) -> None:
         """Forget all recordings, before what they read goes away."""
-        self._bodies.clear()
+        self._works.clear()
         self._inputs.clear()
 
     def _run_plainly(self, batch: StepBatch) -> StepOutput:
@@ -308,7 +321,7 @@ class StepRunner:
             return batch
         return replace(batch, plan=replace(plan, num_drawn=self.rows_of(plan.most + 1) - 1))
 
-    def _key(self, batch: StepBatch) -> StepKey:
+    def _key(self, batch: StepBatch, num_rows: int) -> StepKey:
         rows, plan = batch.rows, batch.plan
         count = len(rows.slots)
         parts = (False, False, False, False)
@@ -322,7 +335,7 @@ class StepRunner:
             )
         return StepKey(
             next(bucket for bucket in self._buckets if bucket >= count),
-            rows.num_rows,
+            num_rows,
             None if plan is None else plan.most,
             batch.flags,
             batch.writes_context,
@@ -332,9 +345,9 @@ class StepRunner:
             self._parts.state.tokens.places() if batch.flags.any_rules else (),
         )
 
-    def _new_body(self, key: StepKey, batch: StepBatch) -> _Body:
-        if len(self._bodies) >= _MOST_RECORDINGS:
-            self._bodies.popitem(last=False)
+    def _new_work(self, key: StepKey, batch: StepBatch) -> _Work:
+        if len(self._works) >= _MOST_RECORDINGS:
+            self._works.popitem(last=False)
         parts, bucket = self._parts, key.num_requests
         if bucket not in self._inputs:
             trash_slot, device = parts.state.trash_slot, parts.state.device
@@ -343,13 +356,13 @@ class StepRunner:
         if copies is None and parts.snapshots is not None:
             none_B = torch.empty(0, dtype=torch.int64)
             copies = StateCopies(parts.snapshots, none_B, parts.sizes.block_size)
-        body = _Body(parts, key, self._inputs[bucket], batch.stopper, copies)
-        self._bodies[key] = body
-        return body
+        work = _Work(parts, key, self._inputs[bucket], batch.stopper, copies)
+        self._works[key] = work
+        return work
 
 
-class _Body:
-    """A step of one shape on the numbers of its bucket, whatever they are when it runs."""
+class _Work:
+    """A step of one shape, or its drafting alone, on the numbers of its bucket, whatever they are at the time."""
 
     def __init__(
         self,
@@ -360,10 +373,28 @@ class _Body:
         copies: StateCopies | None,
     ) -> None:
         self.inputs, self._parts, self._key, self._stopper, self._copies = inputs, parts, key, stopper, copies
-        self.recording: Recording | None = None
-        self.has_run = self.has_failed = False
+        self._recording: Recording | None = None
+        self._was_done = self._cannot_be_recorded = False
 
-    def run(self) -> StepOutput:
+    @property
+    def is_recorded(self) -> bool:
+        """Whether it was played back the last time it was done."""
+        return self._recording is not None
+
+    def do(self, record: Record, counters: Counters) -> Any:
+        """Do it: the first time as it is, from then on from a recording."""
+        if self._recording is None and self._was_done and not self._cannot_be_recorded:
+            try:
+                self._recording = record(self._run)
+                counters.num_recordings += 1
+            except Exception as error:  # whatever it is, the step itself can still be run
+                self._cannot_be_recorded = True
+                key = self._key
+                _log.error("a step of %d x %d rows cannot be recorded: %s", key.num_requests, key.num_rows, error)
+        self._was_done = True
+        return self._run() if self._recording is None else self._recording.replay()
+
+    def _run(self) -> StepOutput | Tensor:
         """Run it now, or into the graph that is being captured."""
         key, inputs, parts = self._key, self.inputs, self._parts
         slots: Sequence[int] = [parts.state.trash_slot] * key.num_requests
@@ -387,6 +418,9 @@ class _Body:
                 inputs.is_adaptive_B.bool() if has_adaptive else None,
                 inputs.teaches_B.bool() if has_teaches else None,
             )
+        if key.num_rows == 0:
+            assert parts.proposer is not None and plan is not None, "only what drafts is asked to"
+            return draft_next(parts.proposer, parts.state, rows, plan, self._stopper, key.flags)
         copies = None if self._copies is None else self._copies._replace(rows_B=inputs.copy_rows_B)
         batch = StepBatch(
             rows=rows,

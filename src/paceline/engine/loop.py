@@ -135,6 +135,7 @@ class EngineLoop:
             admit=self._admit,
             count_pass=self._count_pass,
             read_behind=self._read_behind,
+            draft=self._steps.draft,
         )
         self.is_mid_step = False
         if settings.draft_length == "adaptive" and parts.num_draft_tokens > 0:  # else the first request waits for it

@@ -12,8 +12,9 @@ B requests, C rows of a chunk, V vocabulary, W mask words.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -30,6 +31,9 @@ from paceline.engine.verifier import JudgedBlock, block_logprobs, judge
 from paceline.models.drafters.proposal import Proposal
 from paceline.models.targets.target import Target
 from paceline.ops.acceptance import VerifyMethod
+
+# Drafts first blocks, given rows whose context is written: how many drafts then wait for each request, int64 [B].
+DraftFirst: TypeAlias = Callable[[Rows, DraftPlan, DraftStopper | None, SamplingFlags], Tensor]
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ def prefill_chunk(
     state: SlotState,
     choice: AttentionChoice,
     chunk: PrefillChunk,
+    draft: DraftFirst | None = None,
 ) -> StepOutput | None:
     """Run one chunk.
 
@@ -84,12 +89,12 @@ def prefill_chunk(
         state: committed to on the last chunk: n becomes the text's length, and the new or known token the anchor.
         choice: form of attention.
         chunk: which rows.
+        draft: drafts the first block; None does it here.
 
     Returns:
         After the last chunk the first new token, as a step without drafts, or a step without even that where a request
         is resumed; None before the last chunk.
     """
-    plan = None if chunk.plan is None else chunk.plan.on(state.device)
     numbers = torch.tensor([chunk.slot, chunk.start, chunk.context_start, *chunk.token_ids])
     numbers = to_device(numbers, state.device).unsqueeze(0)
     slots_B, starts_B, context_starts_B = numbers[:, 0], numbers[:, 1], numbers[:, 2]
@@ -135,8 +140,9 @@ def prefill_chunk(
     if judged is None and chunk.resumed_step is None:
         return None
     num_waiting_B = torch.zeros_like(starts_B)
-    if proposer is not None and plan is not None and plan.most > 0:
-        num_waiting_B = draft_next(proposer, state, rows, plan, chunk.stopper, chunk.flags)
+    if proposer is not None and chunk.plan is not None and chunk.plan.most > 0:
+        draft = draft or _drafting(proposer, state)
+        num_waiting_B = draft(rows, chunk.plan, chunk.stopper, chunk.flags)
     if judged is None:
         return StepOutput.resumed(num_waiting_B)
     return _first_tokens(judged, num_waiting_B, chunk.flags)
@@ -152,6 +158,7 @@ def prefill_prompts(
     flags: SamplingFlags,
     plan: DraftPlan | None,
     stopper: DraftStopper | None,
+    draft: DraftFirst | None = None,
 ) -> StepOutput:
     """Run the last chunks of several new prompts in one pass.
 
@@ -165,12 +172,12 @@ def prefill_prompts(
         flags: of all their requests.
         plan: of the first blocks of all.
         stopper: as for a decode step.
+        draft: drafts the first blocks; None does it here.
 
     Returns:
         The first tokens, as a step without drafts.
     """
     assert choice.is_paged and all(chunk.next_id is None and chunk.grammar_mask_BLW is None for chunk in chunks)
-    device_plan = None if plan is None else plan.on(state.device)
     num_rows = max(len(chunk.token_ids) for chunk in chunks)
     numbers = np.zeros((len(chunks), 4 + num_rows), dtype=np.int64)
     for row, chunk in zip(numbers, chunks, strict=True):
@@ -207,9 +214,14 @@ def prefill_prompts(
     if proposer is not None:
         proposer.settle(rows, token_ids_BC, ends_B, next_ids_B)
     num_waiting_B = torch.zeros_like(starts_B)
-    if proposer is not None and device_plan is not None and device_plan.most > 0:
-        num_waiting_B = draft_next(proposer, state, rows, device_plan, stopper, flags)
+    if proposer is not None and plan is not None and plan.most > 0:
+        draft = draft or _drafting(proposer, state)
+        num_waiting_B = draft(rows, plan, stopper, flags)
     return _first_tokens(judged, num_waiting_B, flags)
+
+
+def _drafting(proposer: Proposer, state: SlotState) -> DraftFirst:
+    return lambda rows, plan, stopper, flags: draft_next(proposer, state, rows, plan.on(state.device), stopper, flags)
 
 
 def _first_tokens(judged: JudgedBlock, num_waiting_B: Tensor, flags: SamplingFlags) -> StepOutput:

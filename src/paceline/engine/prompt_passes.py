@@ -17,7 +17,7 @@ from paceline.engine.hybrid_cache import HybridCache
 from paceline.engine.in_flight import Ahead, InFlight
 from paceline.engine.parts import EngineParts
 from paceline.engine.pass_timer import PassTimer
-from paceline.engine.prefill import prefill_chunk, prefill_prompts
+from paceline.engine.prefill import DraftFirst, prefill_chunk, prefill_prompts
 from paceline.engine.running import RunningRequest
 from paceline.engine.sampling_flags import SamplingFlags
 from paceline.engine.scheduler import Scheduler
@@ -41,6 +41,7 @@ class PromptPasses:
         admit: gives the next waiting request a slot, if there is one and it fits.
         count_pass: brings the device up to date before a pass.
         read_behind: reads results that have come behind one.
+        draft: drafts first blocks.
 
     Attributes:
         times: of passes that are under way.
@@ -60,7 +61,9 @@ class PromptPasses:
         admit: Callable[[], RunningRequest | None],
         count_pass: Callable[[Sequence[RunningRequest], Sequence[Ahead], Sequence[int]], None],
         read_behind: Callable[[], None],
+        draft: DraftFirst,
     ) -> None:
+        self._draft = draft
         self._parts, self._settings, self._scheduler, self._drafting = parts, settings, scheduler, drafting
         self._states, self._counters, self._pace, self._in_flight = states, counters, pace, in_flight
         self._admit, self._count_pass, self._read_behind = admit, count_pass, read_behind
@@ -131,7 +134,7 @@ class PromptPasses:
         )
         self._count_pass([request], [Ahead(0, 0, 0)], [end - request.num_prefilled])
         proposer = parts.proposer if _wants_context(request) else None
-        output = prefill_chunk(parts.target.model, proposer, parts.cache, parts.state, parts.choice, chunk)
+        output = prefill_chunk(parts.target.model, proposer, parts.cache, parts.state, parts.choice, chunk, self._draft)
         self._states.keep_after_chunk(request, end)
         request.num_prefilled = end
         num_drawn = (chunk.plan.most if chunk.plan is not None else 0,)
@@ -157,6 +160,7 @@ class PromptPasses:
             SamplingFlags.of([request.sampling for request in requests]),
             plan,
             self._drafting.stopper,
+            self._draft,
         )
         for request in requests:
             request.num_prefilled = request.prefill_goal

@@ -200,3 +200,18 @@ def test_rules_that_grow_are_recorded_anew() -> None:
         fresh = Engine(target, drafter, EngineSettings(max_num_seqs=1, block_size=16))
         assert fresh.generate([PROMPTS[0]], sampling)[0].token_ids == result.token_ids
     assert engine.stats().num_replayed_steps > 0
+
+
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize("family", ["dflash", "eagle3"])
+def test_first_blocks_of_parallel_drafters_are_recorded_too(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds: list[int] = []
+    do = graphs_module._Work.do
+
+    def watched(work: graphs_module._Work, *arguments: object) -> object:
+        kinds.append(work._key.num_rows)
+        return do(work, *arguments)
+
+    monkeypatch.setattr(graphs_module._Work, "do", watched)
+    serve(family, [GREEDY] * 5, max_num_seqs=1)
+    assert kinds.count(0) == (5 if family == "dflash" else 0)
