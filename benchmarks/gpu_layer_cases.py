@@ -16,14 +16,18 @@ import torch.nn.functional as functional
 from benchmarks.gpu_micro_clock import Bench, Call, relative_error
 from torch import Tensor
 
+from paceline.models.fused_layer import FusedLayer, run_fused
 from paceline.ops.linear_gated import linear_gated_reference, linear_gated_triton
 from paceline.ops.linear_residual import linear_residual_reference, linear_residual_triton
+from paceline.ops.paged_attention import PagedAttend
 from paceline.ops.project_heads import Cells, HeadForm, project_heads_reference, project_heads_triton
 from paceline.ops.rotary import rotary_table
-from paceline.ops.skinny_product import Tile, new_counters
+from paceline.ops.scale_rows import scale_rows
+from paceline.ops.skinny_product import ScaledRows, Tile, new_counters
 
 OPERATIONS = ("heads", "o", "gated", "down")
 ALLOWED_ERROR = 1e-2  # of bf16 results against float32
+NUM_SQUARES = 32  # in so many parts a product of real sizes leaves its rows' squares
 _EPS = 1e-6
 _BLOCKS, _BLOCK_SIZE = 40, 64
 
@@ -56,6 +60,12 @@ SHAPES = (
     Shape("smollm2-135m", 576, 30, 9, 3, 64, 1536, False),
     Shape("qwen3-8b", 4096, 36, 32, 8, 128, 12_288, True),
 )
+_REFERENCES: dict[str, Callable[..., Tensor | ScaledRows]] = {
+    "heads": project_heads_reference,
+    "o": linear_residual_reference,
+    "gated": linear_gated_reference,
+    "down": linear_residual_reference,
+}
 TINY = Shape("tiny", 64, 2, 3, 1, 16, 40, True)
 
 
@@ -71,9 +81,11 @@ class Layer:
 
 
 class Inputs(NamedTuple):
-    """Rows of a pass."""
+    """Rows of a pass; x as the stream, `scaled` and `squares` as the norm before a product wants it."""
 
     x: Tensor
+    scaled: Tensor
+    squares: Tensor
     heads: Tensor
     inside: Tensor
     turns: Tensor
@@ -110,46 +122,61 @@ def make_inputs(shape: Shape, num_rows: int, device: torch.device) -> Inputs:
     frequencies = 1e4 ** (-torch.arange(half, dtype=torch.float32, device=device) / half)
     turns = rotary_table(frequencies, 2048)[700 : 700 + num_rows].contiguous()
     rows_T = torch.randperm(_BLOCKS * _BLOCK_SIZE, device=device)[:num_rows]
+    x = random(shape.width)
+    rows = scale_rows(x, 1 + random(shape.width)[0] * 0.2)
+    squares = rows.squares_TS / NUM_SQUARES
     return Inputs(
-        random(shape.width), random(shape.num_heads * shape.head_size), random(shape.intermediate_size), turns, rows_T
+        x,
+        rows.scaled_TD,
+        squares.expand(-1, NUM_SQUARES).contiguous(),
+        random(shape.num_heads * shape.head_size),
+        random(shape.intermediate_size),
+        turns,
+        rows_T,
     )
 
 
 def fused(shape: Shape, name: str, layer: Layer, inputs: Inputs, tile: Tile | None = None) -> Tensor:
     """One operation as one launch."""
-    weight, options = layer.weights[name], {"tile": tile, "counters": layer.counters}
+    run, arguments = _launch(shape, name, layer, inputs, layer.planes)
+    return _stream(run(*arguments, tile=tile, counters=layer.counters))
+
+
+def _launch(
+    shape: Shape, name: str, layer: Layer, inputs: Inputs, planes: Tensor
+) -> tuple[Callable[..., Tensor | ScaledRows], tuple[object, ...]]:
+    """The launcher of an operation and its arguments, which are those of its definition."""
+    weight = layer.weights[name]
     if name == "heads":
-        form = HeadForm(shape.num_heads, _EPS)
-        cells = Cells(layer.planes, inputs.rows_T)
-        return project_heads_triton(
-            inputs.x, weight, None, layer.gains[0], layer.qk_gains, inputs.turns, cells, form, **options
-        )
+        cells, form = Cells(planes, inputs.rows_T), HeadForm(shape.num_heads, _EPS)
+        arguments = inputs.scaled, inputs.squares, weight, None, layer.qk_gains, inputs.turns, cells, form
+        return project_heads_triton, arguments
     if name == "gated":
-        return linear_gated_triton(inputs.x, weight, None, layer.gains[1], _EPS, **options)
+        return linear_gated_triton, (inputs.scaled, inputs.squares, weight, None, _EPS)
     rows = inputs.heads if name == "o" else inputs.inside
-    return linear_residual_triton(rows, weight, None, inputs.x, None, 0.0, **options)
+    gain = layer.gains[1 if name == "o" else 0]
+    return linear_residual_triton, (rows, None, weight, None, inputs.x, gain, 0.0)
+
+
+def _stream(result: Tensor | ScaledRows) -> Tensor:
+    return result if isinstance(result, Tensor) else result.x_TD
 
 
 def error_of(shape: Shape, name: str, layer: Layer, inputs: Inputs, tile: Tile | None = None) -> float:
     """How far a launch is from its float32 definition: queries, keys and values where it projects heads."""
-    found = fused(shape, name, layer, inputs, tile)
-    weight = layer.weights[name]
+    planes = torch.zeros_like(layer.planes)
+    run, arguments = _launch(shape, name, layer, inputs, layer.planes)
+    found = run(*arguments, tile=tile, counters=layer.counters)
+    _, arguments = _launch(shape, name, layer, inputs, planes)
+    expected = _REFERENCES[name](*arguments)
+    errors = [relative_error(_stream(found), _stream(expected))]
     if name == "heads":
-        cells = Cells(torch.zeros_like(layer.planes), inputs.rows_T)
-        form = HeadForm(shape.num_heads, _EPS)
-        expected = project_heads_reference(
-            inputs.x, weight, None, layer.gains[0], layer.qk_gains, inputs.turns, cells, form
-        )
-        stored = relative_error(
-            layer.planes.flatten(2, 3)[:, :, inputs.rows_T], cells.planes.flatten(2, 3)[:, :, inputs.rows_T]
-        )
-        return max(relative_error(found, expected), stored)
-    if name == "gated":
-        expected = linear_gated_reference(inputs.x, weight, None, layer.gains[1], _EPS)
-    else:
-        rows = inputs.heads if name == "o" else inputs.inside
-        expected = linear_residual_reference(rows, weight, None, inputs.x, None, 0.0)
-    return relative_error(found, expected)
+        stored, right = (both.flatten(2, 3)[:, :, inputs.rows_T] for both in (layer.planes, planes))
+        errors.append(relative_error(stored, right))
+    if isinstance(found, ScaledRows) and isinstance(expected, ScaledRows):
+        errors.append(relative_error(found.scaled_TD, expected.scaled_TD))
+        errors.append(relative_error(found.squares_TS.sum(-1), expected.squares_TS.sum(-1)))
+    return max(errors)
 
 
 def operation_calls(
@@ -165,20 +192,68 @@ def operation_calls(
     return ours, theirs, num_bytes
 
 
-def stack_calls(shape: Shape, layers: Sequence[Layer], inputs: Inputs) -> list[Call]:
-    """All layers, each on what the one before gave, as one call."""
+def stack_calls(shape: Shape, layers: Sequence[Layer], inputs: Inputs, most_rows: int) -> list[Call]:
+    """All layers as one call, as a model runs them; with more rows than `most_rows` the library's products."""
+    planes_to_rows = {"attend": _Passes(layers, inputs.rows_T), "is_neox_style": True}
+    forms = [
+        FusedLayer(
+            num_heads=shape.num_heads,
+            eps=_EPS,
+            value_scale=1.0,
+            input_gain_D=layer.gains[0],
+            qkv=layer.weights["heads"],
+            qkv_bias=None,
+            qk_gains=layer.qk_gains,
+            sink_N=None,
+            o=layer.weights["o"],
+            o_bias=None,
+            mlp_gain_D=layer.gains[1],
+            gate_up=layer.weights["gated"],
+            gate_up_bias=None,
+            down=layer.weights["down"],
+            down_bias=None,
+            counters=layer.counters,
+            most_rows=most_rows,
+        )
+        for layer in layers
+    ]
+    return [lambda: run_fused(forms, inputs.x.unsqueeze(0), inputs.turns, **planes_to_rows)]  # type: ignore[arg-type]
+
+
+class _Passes(PagedAttend):
+    """Attention that passes queries on."""
+
+    def __init__(self, layers: Sequence[Layer], rows_T: Tensor) -> None:
+        self._layers, self._rows_T = layers, rows_T
+
+    def cells(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._layers[layer].planes, self._rows_T
+
+    def stored(self, layer: int, q_BTNH: Tensor, *, sink_N: Tensor | None = None) -> Tensor:
+        return q_BTNH
+
+
+def chain_call(
+    shape: Shape, layers: Sequence[Layer], inputs: Inputs, name: str | None = None, tile: Tile | None = None
+) -> Call:
+    """All layers as one call, the operation of this name cut by this tile."""
 
     def run() -> Tensor:
-        x = inputs.x
+        here = inputs
         for layer in layers:
-            here = inputs._replace(x=x)
-            here = here._replace(heads=fused(shape, "heads", layer, here).flatten(1))
-            here = here._replace(x=fused(shape, "o", layer, here))
-            here = here._replace(inside=fused(shape, "gated", layer, here))
-            x = fused(shape, "down", layer, here)
-        return x
+            for operation in OPERATIONS:
+                launcher, arguments = _launch(shape, operation, layer, here, layer.planes)
+                cut = tile if operation == name else None
+                result = launcher(*arguments, tile=cut, counters=layer.counters)
+                if isinstance(result, ScaledRows):
+                    here = here._replace(x=result.x_TD, scaled=result.scaled_TD, squares=result.squares_TS)
+                elif operation == "heads":
+                    here = here._replace(heads=result.flatten(1))
+                else:
+                    here = here._replace(inside=result)
+        return here.x
 
-    return [run]
+    return run
 
 
 def tiles(name: str, shape: Shape) -> Iterator[Tile]:
@@ -194,15 +269,15 @@ def tiles(name: str, shape: Shape) -> Iterator[Tile]:
         turns = -(-width // (block * parts))
         per_stage = 2 * block * (output + 16)
         resident = min(4, -(-num_programs // 132))
-        if width % block or not least <= num_programs <= (800 if parts == 1 else 540):
+        if (width % block and width > 1024) or not least <= num_programs <= (800 if parts == 1 else 540):
             continue
         if turns < 2 or output * block > 16384 or (parts > 1 and num_outputs // output >= 120):
             continue
-        stages = max(2, min(turns, 210_000 // resident // per_stage))
-        for warps in (4, 8) if output * block >= 8192 else (4,):
-            yield Tile(output, block, parts, warps, stages)
-        if stages >= 8:
-            yield Tile(output, block, parts, 4, stages // 2)
+        most = max(3, min(turns, 1 + 210_000 // resident // per_stage, 12))
+        for stages in sorted({most, max(3, min(turns, 1 + 108_000 // resident // per_stage))}):
+            for warps in (4, 8) if output * block >= 8192 else (4,):
+                if (stages - 1) * per_stage < 220_000:
+                    yield Tile(output, block, parts, warps, stages)
 
 
 def _bound(function: Callable[..., Tensor], *arguments: object) -> Call:

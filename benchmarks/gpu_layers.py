@@ -7,7 +7,7 @@
 
 `us` is a launch's time inside a captured graph over distinct weights, `library_us` that of the bare product, `floor_us`
 what reading the weight takes at the bandwidth given, `dependent_us` the same launch with programmatic dependent launch.
-A stack is all layers of a target, four launches each, with queries in place of attention.
+A stack is all layers of a target, fused or with the library's products, with queries in place of attention.
 """
 
 from __future__ import annotations
@@ -114,10 +114,16 @@ class _Sweep:
 
 
 def _measure(sweep: _Sweep, shape: Shape, num_rows: int, options: argparse.Namespace) -> None:
+    from paceline.ops.skinny_product import LARGEST_ROWS
+
     for name in options.operations:
         label = f"{shape.name}, {num_rows} rows, {name}"
+        if name != "stack" and num_rows > LARGEST_ROWS:
+            continue
         if name == "stack":
-            sweep.attempt(label, lambda: _stack_row(sweep.bench, shape, num_rows))
+            for most_rows in (num_rows, 0) if num_rows <= LARGEST_ROWS else (0,):
+                form = "fused" if most_rows else "library"
+                sweep.attempt(f"{label}, {form}", lambda most=most_rows: _stack_row(sweep.bench, shape, num_rows, most))  # type: ignore[misc]
         else:
             sweep.attempt(label, lambda name=name: _operation_row(sweep.bench, shape, num_rows, name))  # type: ignore[misc]
 
@@ -144,17 +150,17 @@ def _operation_row(bench: Bench, shape: Shape, num_rows: int, name: str) -> Row:
     }
 
 
-def _stack_row(bench: Bench, shape: Shape, num_rows: int) -> Row:
+def _stack_row(bench: Bench, shape: Shape, num_rows: int, most_rows: int) -> Row:
     from benchmarks.gpu_layer_cases import make_inputs, make_layer, stack_calls
 
     layers = [make_layer(shape, bench.device) for _ in range(shape.num_layers)]
-    calls = stack_calls(shape, layers, make_inputs(shape, num_rows, bench.device))
+    calls = stack_calls(shape, layers, make_inputs(shape, num_rows, bench.device), most_rows)
     num_bytes = 2 * shape.num_layers * sum(outputs * width for outputs, width in shape.sizes.values())
     found = bench.measure(calls, num_bytes=num_bytes)
     return {
         "shape": shape.name,
         "rows": num_rows,
-        "operation": "stack",
+        "operation": "stack, fused" if most_rows else "stack, library",
         "us": found["us"],
         "dependent_us": _dependent_us(bench, calls),
         "library_us": None,
@@ -188,7 +194,7 @@ def _tune(sweep: _Sweep, shape: Shape, num_rows: int, options: argparse.Namespac
         with concurrent.futures.ProcessPoolExecutor(options.processes, mp_context=context) as pool:
             list(pool.map(_compile, jobs))
     say(f"{shape.name}, {num_rows} rows: {len(cuts)} cuts compiled in {time.monotonic() - began_s:.0f} s")
-    for name in dict.fromkeys(name for name, _ in cuts):
+    for name in (name for name in options.operations if name != "stack"):
         _tune_operation(sweep, shape, num_rows, name, [tile for kind, tile in cuts if kind == name])
 
 
@@ -201,48 +207,47 @@ def _compile(job: tuple[Shape, int, list[tuple[str, Tile]]]) -> None:
     shape, num_rows, cuts = job
     device = torch.device("cuda")
     layer, inputs = make_layer(shape, device), make_inputs(shape, num_rows, device)
-    for is_dependent in (True, False):
-        allow_dependent_launch(is_dependent)
-        for name, tile in cuts if is_dependent else []:
-            try:
-                fused(shape, name, layer, inputs, tile)
-            except Exception as error:  # this cut will fail again where it is timed, and be told there
-                say(f"{name} {tuple(tile)}: {type(error).__name__}")
+    allow_dependent_launch(True)
+    for name, tile in cuts:
+        try:
+            fused(shape, name, layer, inputs, tile)
+        except Exception as error:  # this cut will fail again where it is timed, and be told there
+            say(f"{name} {tuple(tile)}: {type(error).__name__}")
     torch.cuda.synchronize()
 
 
 def _tune_operation(sweep: _Sweep, shape: Shape, num_rows: int, name: str, cuts: Sequence[Tile]) -> None:
-    from benchmarks.gpu_layer_cases import ALLOWED_ERROR, error_of, fused, make_inputs, make_layer
+    """Time whole layers with dependent launch, this operation cut in every way: what counts is what a chain takes."""
+    from benchmarks.gpu_layer_cases import ALLOWED_ERROR, chain_call, error_of, make_inputs, make_layer
 
     from paceline.ops.dispatch import allow_dependent_launch
 
     bench = sweep.bench
-    num_outputs, width = shape.sizes[name]
-    num_bytes = 2 * num_outputs * width
     inputs = make_inputs(shape, num_rows, bench.device)
-    layers = [make_layer(shape, bench.device, (name,)) for _ in range(bench.clock.copies(num_bytes))]
+    layers = [make_layer(shape, bench.device) for _ in range(min(shape.num_layers, 12 if shape.width > 1024 else 30))]
     found = []
     allow_dependent_launch(True)
-    for tile in cuts:
+    for tile in [None, *cuts]:
         if sweep.is_late:
             sweep.failed.append(f"{shape.name}, {num_rows} rows, {name}: no time was left for all cuts")
             break
         try:
             error = error_of(shape, name, layers[0], inputs, tile)
-            calls = [lambda layer=layer, tile=tile: fused(shape, name, layer, inputs, tile) for layer in layers]  # type: ignore[misc]
-            us = bench.clock.time(calls, 5).us
+            us = bench.clock.time([chain_call(shape, layers, inputs, name, tile)], 5).us / len(layers)
         except Exception as failure:
-            say(f"{name} {tuple(tile)}: {type(failure).__name__}: {str(failure).splitlines()[0][:100]}")
+            say(f"{name} {tile and tuple(tile)}: {type(failure).__name__}: {str(failure).splitlines()[0][:100]}")
             continue
-        found.append((us if error <= ALLOWED_ERROR else float("inf"), tile, error))
+        found.append((us if error <= ALLOWED_ERROR else float("inf"), tile and tuple(tile), error))
     allow_dependent_launch(False)
     found.sort(key=lambda one: one[0])
-    floor_us = bench.ceilings.floor_us(num_bytes)
-    for us, tile, error in found[:6]:
-        say(f"{shape.name} {num_rows} {name} {tuple(tile)}: {us:.2f} us, floor {floor_us:.2f}, error {error:.1e}")
-    for us, tile, error in found[:1]:
-        row: Row = {"shape": shape.name, "rows": num_rows, "operation": name, "tile": str(tuple(tile)), "us": us}
-        sweep.rows.append({**row, "floor_us": floor_us, "error": error})
+    chosen_us = next((us for us, tile, _ in found if tile is None), None)
+    floor_us = bench.ceilings.floor_us(sum(2 * outputs * width for outputs, width in shape.sizes.values()))
+    say(f"{shape.name} {num_rows} {name}: {chosen_us} us per layer as chosen, floor {floor_us:.2f}")
+    for us, cut, error in found[:6]:
+        say(f"{shape.name} {num_rows} {name} {cut}: {us:.3f} us per layer, error {error:.1e}")
+    for us, cut, error in found[:1]:
+        row: Row = {"shape": shape.name, "rows": num_rows, "operation": name, "tile": str(cut), "us": us}
+        sweep.rows.append({**row, "chosen_us": chosen_us, "floor_us": floor_us, "error": error})
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from paceline.ops.paged_attention import paged_attention_reference
 from paceline.ops.paged_attention_kernel import Launch, paged_attention_triton
 from paceline.ops.project_heads import Cells, HeadForm, project_heads_reference, project_heads_triton
 from paceline.ops.rotary import rotary_table
-from paceline.ops.skinny_product import Tile
+from paceline.ops.skinny_product import ScaledRows, Tile
 
 _EPS = 1e-5
 _TILES = (Tile(32, 32, 1), Tile(32, 32, 3))
@@ -91,31 +91,39 @@ def _residuals(device: torch.device) -> Iterator[Case]:
     for dtype, allowed in dtypes(device, multiplies=True):
         x, weight = random(device, rows, width, dtype=dtype), random(device, num_outputs, width) / width**0.5
         bias, residual = random(device, num_outputs, dtype=dtype), random(device, rows, num_outputs, dtype=dtype)
-        forms = {"residual": (bias, residual, None, 0.0), "norm": (None, None, random(device, width), _EPS)}
+        squares, weight = random(device, rows, 3).square() * width / 3, weight.to(dtype)
+        forms = {
+            "residual": (x, None, weight, bias, residual, random(device, num_outputs), 0.0),
+            "norm": (x, squares, weight, None, None, None, _EPS),
+        }
         for name, form in forms.items():
             for tile in _TILES:
+                launch = partial(_flattened, partial(linear_residual_triton, tile=tile))
                 yield (
                     f"linear_residual, {name}, {tile.parts} parts, {dtype}",
-                    partial(
-                        compared,
-                        linear_residual_reference,
-                        partial(linear_residual_triton, tile=tile),
-                        (x, weight.to(dtype), *form),
-                        allowed,
-                    ),
+                    partial(compared, partial(_flattened, linear_residual_reference), launch, form, allowed),
                 )
+
+
+def _flattened(run: Callable[..., Tensor | ScaledRows], *arguments: object) -> Tensor:
+    """One tensor of all results; sums of squares come in any number of parts."""
+    result = run(*arguments)
+    if isinstance(result, Tensor):
+        return result
+    squares = result.squares_TS.sum(-1, keepdim=True).to(result.x_TD.dtype)
+    return torch.cat((result.x_TD, result.scaled_TD, squares), dim=-1)
 
 
 def _gates(device: torch.device) -> Iterator[Case]:
     width, inside, rows = 72, 40, 5
     for dtype, allowed in dtypes(device, multiplies=True):
         x, weight = random(device, rows, width, dtype=dtype), (random(device, 2 * inside, width) / width**0.5).to(dtype)
-        bias, gain = random(device, 2 * inside, dtype=dtype), random(device, width)
+        bias, squares = random(device, 2 * inside, dtype=dtype), random(device, rows, 3).square() * width / 3
         for tile in _TILES:
             both = (linear_gated_reference, partial(linear_gated_triton, tile=tile))
             yield (
                 f"linear_gated, {tile.parts} parts, {dtype}",
-                partial(compared, *both, (x, weight, bias, gain, _EPS), allowed),
+                partial(compared, *both, (x, squares, weight, bias, _EPS), allowed),
             )
 
 
@@ -132,9 +140,9 @@ def _heads(device: torch.device) -> Iterator[Case]:
             for tile in _TILES:
                 arguments = (
                     x,
+                    random(device, rows, 3).square() * width / 3,
                     weight,
                     None if is_neox else random(device, weight.shape[0], dtype=dtype),
-                    random(device, width),
                     qk_gains,
                     turns[positions],
                     Cells(planes, cells_T),

@@ -11,6 +11,7 @@ B requests, T tokens, D width, R = B * T rows, P pairs of channels that are turn
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch.nn.functional as functional
@@ -19,10 +20,11 @@ from torch import Tensor
 from paceline.ops.add_norm import add_norm
 from paceline.ops.gated_activation import Activation, gated_activation
 from paceline.ops.linear_gated import linear_gated
-from paceline.ops.linear_residual import linear_residual
+from paceline.ops.linear_residual import linear_residual, linear_residual_scaled
 from paceline.ops.paged_attention import PagedAttend
 from paceline.ops.place_heads import place_heads
 from paceline.ops.project_heads import Cells, HeadForm, project_heads
+from paceline.ops.scale_rows import scale_rows
 from paceline.ops.skinny_product import LARGEST_ROWS, new_counters
 
 if TYPE_CHECKING:
@@ -87,71 +89,111 @@ def fuse(input_norm: RMSNorm, attention: SelfAttention, mlp_norm: RMSNorm, mlp: 
 
 
 def run_fused(
-    fused: FusedLayer, x_BTD: Tensor, turns_R2P: Tensor, attend: PagedAttend, layer: int, *, is_neox_style: bool
+    layers: Sequence[FusedLayer],
+    x_BTD: Tensor,
+    turns_R2P: Tensor,
+    attend: PagedAttend,
+    *,
+    is_neox_style: bool = True,
+    first_layer: int = 0,
+    observe: Callable[[int, Tensor], None] | None = None,
 ) -> Tensor:
-    """Return the residual stream after a layer, a new tensor.
+    """Return the residual stream after layers that follow each other, a new tensor.
 
     Args:
-        fused: the layer.
+        layers: at least one; what a layer leaves behind is prepared for the norm of the next.
         x_BTD: the stream before.
         turns_R2P: float32, rows of the position table for all B * T rows.
         attend: attention of the rows.
-        layer: its number there.
         is_neox_style: the pairing of turned channels.
+        first_layer: the number of the first layer there.
+        observe: called with 1 and the stream after the first layer, 2 after the second; reading changes nothing.
     """
     B, T, D = x_BTD.shape
-    x_RD = x_BTD.reshape(B * T, D)
-    form = HeadForm(fused.num_heads, fused.eps, is_neox_style, fused.value_scale)
-    run = _run_few if fused.most_rows >= B * T else _run_many
-    return run(fused, x_RD, turns_R2P, attend, layer, form, (B, T)).view(B, T, D)
+    run = _run_few if layers[0].most_rows >= B * T else _run_many
+    shared = _Pass(turns_R2P, attend, (B, T), is_neox_style, first_layer)
+    for index, after_RD in enumerate(run(layers, x_BTD.reshape(B * T, D), shared)):
+        x_BTD = after_RD.view(B, T, D)
+        if observe is not None:
+            observe(index + 1, x_BTD)
+    return x_BTD
 
 
-def _run_few(
-    fused: FusedLayer,
-    x_RD: Tensor,
-    turns_R2P: Tensor,
-    attend: PagedAttend,
-    layer: int,
-    form: HeadForm,
-    shape: tuple[int, int],
-) -> Tensor:
-    """Each product in one launch with what surrounds it."""
-    counters, eps = fused.counters, fused.eps
-    q_RNH = project_heads(
-        x_RD,
-        fused.qkv,
-        fused.input_gain_D,
-        turns_R2P,
-        Cells(*attend.cells(layer)),
-        form,
-        bias_X=fused.qkv_bias,
-        qk_gains=fused.qk_gains,
-        counters=counters,
-    )
-    y_RX = attend.stored(layer, q_RNH.unflatten(0, shape), sink_N=fused.sink_N).flatten(2).flatten(0, 1)
-    x_RD = linear_residual(y_RX, fused.o, x_RD, bias_O=fused.o_bias, counters=counters)
-    y_RI = linear_gated(x_RD, fused.gate_up, fused.mlp_gain_D, eps=eps, bias_X=fused.gate_up_bias, counters=counters)
-    return linear_residual(y_RI, fused.down, x_RD, bias_O=fused.down_bias, counters=counters)
+class _Pass(NamedTuple):
+    """What all layers of a pass share."""
+
+    turns_R2P: Tensor
+    attend: PagedAttend
+    shape: tuple[int, int]
+    is_neox_style: bool
+    first_layer: int
+
+    def form(self, layer: FusedLayer) -> HeadForm:
+        return HeadForm(layer.num_heads, layer.eps, self.is_neox_style, layer.value_scale)
+
+    def cells(self, index: int) -> Cells:
+        return Cells(*self.attend.cells(self.first_layer + index))
+
+    def mixed(self, index: int, q_RNH: Tensor, layer: FusedLayer) -> Tensor:
+        """[R, N * H]: attention once keys and values are stored."""
+        q_BTNH = q_RNH.unflatten(0, self.shape)
+        return self.attend.stored(self.first_layer + index, q_BTNH, sink_N=layer.sink_N).flatten(2).flatten(0, 1)
 
 
-def _run_many(
-    fused: FusedLayer,
-    x_RD: Tensor,
-    turns_R2P: Tensor,
-    attend: PagedAttend,
-    layer: int,
-    form: HeadForm,
-    shape: tuple[int, int],
-) -> Tensor:
-    """The library's products, and one launch between two of them."""
-    _, y_RD = add_norm(x_RD, None, fused.input_gain_D, eps=fused.eps)
-    qkv_RX = functional.linear(y_RD, fused.qkv, fused.qkv_bias)
-    q_RNH = place_heads(qkv_RX, turns_R2P, Cells(*attend.cells(layer)), form, qk_gains=fused.qk_gains)
-    y_RX = attend.stored(layer, q_RNH.unflatten(0, shape), sink_N=fused.sink_N).flatten(2).flatten(0, 1)
-    y_RD = functional.linear(y_RX, fused.o, fused.o_bias)
-    x_RD, y_RD = add_norm(x_RD, y_RD, fused.mlp_gain_D, eps=fused.eps)
-    gate_RI, up_RI = functional.linear(y_RD, fused.gate_up, fused.gate_up_bias).chunk(2, dim=-1)
-    return x_RD + functional.linear(gated_activation(gate_RI, up_RI, _SILU), fused.down, fused.down_bias)
+def _run_few(layers: Sequence[FusedLayer], x_RD: Tensor, shared: _Pass) -> Iterator[Tensor]:
+    """Each product in one launch with what surrounds it; the stream after every layer."""
+    rows = scale_rows(x_RD, layers[0].input_gain_D)
+    for index, layer in enumerate(layers):
+        counters = layer.counters
+        q_RNH = project_heads(
+            rows.scaled_TD,
+            rows.squares_TS,
+            layer.qkv,
+            shared.turns_R2P,
+            shared.cells(index),
+            shared.form(layer),
+            bias_X=layer.qkv_bias,
+            qk_gains=layer.qk_gains,
+            counters=counters,
+        )
+        y_RX = shared.mixed(index, q_RNH, layer)
+        rows = linear_residual_scaled(
+            y_RX, layer.o, rows.x_TD, layer.mlp_gain_D, bias_O=layer.o_bias, counters=counters
+        )
+        y_RI = linear_gated(
+            rows.scaled_TD,
+            rows.squares_TS,
+            layer.gate_up,
+            eps=layer.eps,
+            bias_X=layer.gate_up_bias,
+            counters=counters,
+        )
+        if index + 1 < len(layers):
+            next_gain_D = layers[index + 1].input_gain_D
+            rows = linear_residual_scaled(
+                y_RI, layer.down, rows.x_TD, next_gain_D, bias_O=layer.down_bias, counters=counters
+            )
+            yield rows.x_TD
+        else:
+            yield linear_residual(y_RI, layer.down, rows.x_TD, bias_O=layer.down_bias, counters=counters)
+
+
+def _run_many(layers: Sequence[FusedLayer], x_RD: Tensor, shared: _Pass) -> Iterator[Tensor]:
+    """The library's products, and one launch between two of them; the stream after every layer."""
+    _, y_RD = add_norm(x_RD, None, layers[0].input_gain_D, eps=layers[0].eps)
+    for index, layer in enumerate(layers):
+        qkv_RX = functional.linear(y_RD, layer.qkv, layer.qkv_bias)
+        cells, form = shared.cells(index), shared.form(layer)
+        q_RNH = place_heads(qkv_RX, shared.turns_R2P, cells, form, qk_gains=layer.qk_gains)
+        y_RD = functional.linear(shared.mixed(index, q_RNH, layer), layer.o, layer.o_bias)
+        x_RD, y_RD = add_norm(x_RD, y_RD, layer.mlp_gain_D, eps=layer.eps)
+        gate_RI, up_RI = functional.linear(y_RD, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+        y_RD = functional.linear(gated_activation(gate_RI, up_RI, _SILU), layer.down, layer.down_bias)
+        if index + 1 < len(layers):
+            x_RD, y_RD = add_norm(x_RD, y_RD, layers[index + 1].input_gain_D, eps=layers[index + 1].eps)
+        else:
+            x_RD = x_RD + y_RD
+        yield x_RD
 
 
 def _detached(parameter: Tensor | None) -> Tensor | None:

@@ -22,7 +22,7 @@ from paceline.ops.native import rows as native_rows
 from paceline.ops.native.rows import NativeWeight
 from paceline.ops.paged_attention import PagedAttend
 from paceline.ops.rms_norm import MirroredGain, mirror_gain, rms_norm, rms_norm_mirrored
-from paceline.ops.rotary import expand_rotary, turn_heads
+from paceline.ops.rotary import turn_heads
 
 LinearMode = Literal["plain", "packed", "native", "row_invariant", "fused"]
 RotaryRows = tuple[Tensor, Tensor]  # from `ops.rotary.expand_rotary`, for the tokens of one forward pass
@@ -160,41 +160,11 @@ def set_linear_mode(model: HasModules, mode: LinearMode) -> int:
     return sum(isinstance(module, Linear) and module.is_packed for module in model.modules())
 
 
-@runtime_checkable
-class _Fusable(Protocol):
-    """A layer that may have a fused form."""
-
-    @property
-    def is_fused(self) -> bool: ...
-
-
-def are_fused(layers: Iterable[nn.Module]) -> bool:
-    """Whether all layers have their fused form."""
-    return all(isinstance(layer, _Fusable) and layer.is_fused for layer in layers)
-
-
-def positions_for(
-    attend: Attend,
-    table_P2R: Tensor,
-    positions_BT: Tensor,
-    dtype: torch.dtype,
-    *,
-    are_fused: bool,
-    is_neox_style: bool = True,
-) -> RotaryRows | FusedRows:
-    """What the layers of one pass take as positions.
-
-    Args:
-        attend: attention of the pass; fused layers run where it is a `PagedAttend`.
-        table_P2R: the model's position table.
-        positions_BT: int64, absolute.
-        dtype: of the heads.
-        are_fused: of all layers, see the function of this name.
-        is_neox_style: the pairing of turned channels.
-    """
-    if are_fused and isinstance(attend, PagedAttend):
-        return table_P2R[positions_BT.flatten()]
-    return expand_rotary(table_P2R[positions_BT], dtype, is_neox_style=is_neox_style)
+def fused_layers(layers: Iterable[nn.Module], mode: LinearMode) -> list[FusedLayer]:
+    """The fused forms of a model's layers; none unless all have one."""
+    forms = [getattr(layer, "fused", None) for layer in layers] if mode == "fused" else []
+    fused = [form for form in forms if isinstance(form, FusedLayer)]
+    return fused if len(fused) == len(forms) else []
 
 
 class RMSNorm(Block):
@@ -395,9 +365,9 @@ class DecoderLayer(nn.Module):
         self._fused = fuse(*parts) if mode == "fused" else None
 
     @property
-    def is_fused(self) -> bool:
-        """Whether it takes `FusedRows` where attention is a `PagedAttend`."""
-        return self._fused is not None
+    def fused(self) -> FusedLayer | None:
+        """Its fused form, for `FusedRows` and a `PagedAttend`."""
+        return self._fused
 
     def forward(
         self, x_BTD: Tensor, rows: RotaryRows | FusedRows, attend: Attend, layer: int, *, is_neox_style: bool = True
@@ -405,7 +375,7 @@ class DecoderLayer(nn.Module):
         """Return the residual stream after this layer, a new tensor: the one handed in may have been tapped."""
         if isinstance(rows, Tensor):
             assert self._fused is not None and isinstance(attend, PagedAttend), "the caller asks `positions_for`"
-            return run_fused(self._fused, x_BTD, rows, attend, layer, is_neox_style=is_neox_style)
+            return run_fused([self._fused], x_BTD, rows, attend, is_neox_style=is_neox_style, first_layer=layer)
         if self._native is not None and is_neox_style:
             return run_native(self._native, x_BTD, rows, attend, layer)
         if self._flat is not None and is_neox_style:

@@ -1,9 +1,10 @@
-"""The first half of a gated MLP in one launch: norm, gate and up projections, activation.
+"""The first half of a gated MLP in one launch: a norm's factor, gate and up projections, activation.
 
-    y[t, i] = silu(gate[t, i]) * up[t, i],   [gate, up] = n @ W^T + bias,   n = x / sqrt(mean(x^2) + eps) * gain
+    y[t, i] = silu(gate[t, i]) * up[t, i],   [gate, up] = f * (x @ W^T) + bias
 
-Summed in float32 and rounded once. A program takes a run of gates and the same run of the up projection.
-T rows (at most 64 in the kernel), D in, I out.
+Summed in float32 and rounded once. f is 1, or the factor of a norm that rows were prepared for
+(`skinny_product.ScaledRows`). A program takes a run of gates and the same run of the up projection.
+T rows (at most 64 in the kernel), D in, I out, S partial sums of squares, X = 2 * I.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from paceline.ops.skinny_product import (
     check_product,
     choose_tile,
     launch_options,
+    multiply_reference,
     new_parts,
-    norm_times_weight,
+    norm_factor,
     product_of_run,
 )
 
@@ -29,10 +31,10 @@ _SILU = Activation("silu")
 
 
 def linear_gated_reference(
-    x_TD: Tensor, weight_XD: Tensor, bias_X: Tensor | None, gain_D: Tensor | None, eps: float
+    x_TD: Tensor, squares_TS: Tensor | None, weight_XD: Tensor, bias_X: Tensor | None, eps: float
 ) -> Tensor:
     """The definition."""
-    both_TX = norm_times_weight(x_TD, weight_XD, gain_D, eps)
+    both_TX = multiply_reference(x_TD, weight_XD, squares_TS, eps)
     if bias_X is not None:
         both_TX = both_TX + bias_X.float()
     gate_TI, up_TI = both_TX.chunk(2, dim=-1)
@@ -42,35 +44,39 @@ def linear_gated_reference(
 @kernel
 def _linear_gated_kernel(
     x_ptr: tl.tensor,
-    gain_ptr: tl.tensor,
+    squares_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     y_ptr: tl.tensor,
     parts_ptr: tl.tensor,
     counter_ptr: tl.tensor,
     num_rows: tl.tensor,
+    num_squares: tl.tensor,
     eps: tl.tensor,
     NUM_OUTPUTS: tl.constexpr,
+    SQUARES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    HAS_GAIN: tl.constexpr,
     WIDTH: tl.constexpr,
     PART: tl.constexpr,
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    PREFETCHED: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ) -> None:
     output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
     existing = tl.minimum(output, NUM_OUTPUTS - 1)
-    begin_run(weight_ptr, existing, existing + NUM_OUTPUTS, WIDTH, PART, True, PREFETCHED, IS_DEPENDENT)
+    begin_run(weight_ptr, existing, existing + NUM_OUTPUTS, WIDTH, PART, True, CHUNKS, CHUNK, IS_DEPENDENT)
     is_output = output < NUM_OUTPUTS
     gate_bias = tl.load(bias_ptr + output, mask=is_output & HAS_BIAS, other=0.0)
     up_bias = tl.load(bias_ptr + NUM_OUTPUTS + output, mask=is_output & HAS_BIAS, other=0.0)
-    gate, up, squares, is_last = product_of_run(
+    factor = tl.full([ROWS], 1.0, tl.float32)
+    if SQUARES > 0:
+        factor = norm_factor(squares_ptr, num_rows, num_squares, eps, WIDTH, ROWS, SQUARES)
+    gate, up, is_last = product_of_run(
         x_ptr,
-        gain_ptr,
         weight_ptr,
         parts_ptr,
         counter_ptr,
@@ -83,13 +89,11 @@ def _linear_gated_kernel(
         ROWS,
         OUTPUTS,
         BLOCK,
-        HAS_GAIN,
         True,
     )
-    if HAS_GAIN:
-        factor = tl.rsqrt(squares / WIDTH + eps)[:, None]
-        gate *= factor
-        up *= factor
+    if SQUARES > 0:
+        gate *= factor[:, None]
+        up *= factor[:, None]
     if HAS_BIAS:
         gate += gate_bias.to(tl.float32)[None, :]
         up += up_bias.to(tl.float32)[None, :]
@@ -102,9 +106,9 @@ def _linear_gated_kernel(
 
 def linear_gated_triton(
     x_TD: Tensor,
+    squares_TS: Tensor | None,
     weight_XD: Tensor,
     bias_X: Tensor | None,
-    gain_D: Tensor | None,
     eps: float,
     *,
     tile: Tile | None = None,
@@ -116,40 +120,42 @@ def linear_gated_triton(
     tile = tile or choose_tile(num_rows, 2 * num_outputs, x_TD.shape[1], least_outputs=32)
     y_TI = torch.empty((num_rows, num_outputs), dtype=x_TD.dtype, device=x_TD.device)
     num_runs = triton.cdiv(2 * num_outputs, tile.outputs)
+    num_squares = 0 if squares_TS is None else squares_TS.shape[1]
     with torch.cuda.device_of(x_TD):
         _linear_gated_kernel[num_runs, tile.parts](
             x_TD,
-            x_TD if gain_D is None else gain_D,
+            x_TD if squares_TS is None else squares_TS,
             weight_XD,
             x_TD if bias_X is None else bias_X,
             y_TI,
             *new_parts(tile, num_runs, x_TD, counters),
             num_rows,
+            num_squares,
             eps,
             NUM_OUTPUTS=num_outputs,
+            SQUARES=triton.next_power_of_2(num_squares) if num_squares else 0,
             HAS_BIAS=bias_X is not None,
-            HAS_GAIN=gain_D is not None,
-            **launch_options(tile, x_TD, num_halves=2),
+            **launch_options(tile, x_TD, num_runs, num_halves=2),
         )
     return y_TI
 
 
 def linear_gated(
     x_TD: Tensor,
+    squares_TS: Tensor | None,
     weight_XD: Tensor,
-    gain_D: Tensor | None,
     *,
     eps: float,
     bias_X: Tensor | None = None,
     tile: Tile | None = None,
     counters: Tensor | None = None,
 ) -> Tensor:
-    """Activated gates times the up projection of normed rows.
+    """Activated gates times the up projection.
 
     Args:
-        x_TD: rows; at most `skinny_product.LARGEST_ROWS` on a GPU.
+        x_TD: rows, scaled where a norm comes before; at most `skinny_product.LARGEST_ROWS` on a GPU.
+        squares_TS: float32, of that norm; None where there is none.
         weight_XD: contiguous, in the rows' dtype; X = 2 * I, gates first.
-        gain_D: of the norm, in any float dtype; None where rows come as the projections take them.
         eps: of the norm.
         bias_X: of the projections.
         tile: how the product is cut, by default from `choose_tile`.
@@ -159,10 +165,10 @@ def linear_gated(
     Raises:
         ShapeError: the tensors do not fit each other.
     """
-    check_product(x_TD, weight_XD, bias_X)
+    check_product(x_TD, weight_XD, bias_X, squares_TS)
     if weight_XD.shape[0] % 2:
         raise ShapeError("weight", expected="[an even number, D]", found=weight_XD.shape)
     run = choose("linear_gated", x_TD, linear_gated_reference, linear_gated_triton)
     if run is linear_gated_reference:
-        return linear_gated_reference(x_TD, weight_XD, bias_X, gain_D, eps)
-    return linear_gated_triton(x_TD, weight_XD, bias_X, gain_D, eps, tile=tile, counters=counters)
+        return linear_gated_reference(x_TD, squares_TS, weight_XD, bias_X, eps)
+    return linear_gated_triton(x_TD, squares_TS, weight_XD, bias_X, eps, tile=tile, counters=counters)

@@ -1,10 +1,12 @@
-"""A product with everything around it in one launch: norm before, bias and residual stream behind.
+"""A product with everything around it in one launch: a norm's factor, bias and residual stream; and what the norm after
+it needs.
 
-    y[t, o] = sum over i of n[t, i] * W[o, i]  + bias[o]  + residual[t, o]
-    n       = x, or x / sqrt(mean(x^2) + eps) * gain
+    y[t, o]       = f[t] * (sum over i of x[t, i] * W[o, i])  + bias[o]  + residual[t, o]
+    scaled[t, o]  = round(y[t, o] * gain[o]),   squares[t, s] = sum over the outputs o of run s of y[t, o]^2
 
-Summed in float32 and rounded once. The norm's row factor multiplies the sums, as in `skinny_product.py`.
-T rows (at most 64 in the kernel), I in, O out.
+Summed in float32; y is rounded once, and scaled and squared as rounded. f is 1, or 1 / sqrt(mean of squares + eps) of
+rows that come scaled themselves (`skinny_product.ScaledRows`).
+T rows (at most 64 in the kernel), I in, O out, S partial sums of squares.
 """
 
 from __future__ import annotations
@@ -14,48 +16,58 @@ from torch import Tensor
 
 from paceline.errors import ShapeError
 from paceline.ops.dispatch import choose, kernel, tl, triton
+from paceline.ops.scale_rows import scale_rows_reference
 from paceline.ops.skinny_product import (
+    ScaledRows,
     Tile,
     begin_run,
     check_product,
     choose_tile,
     launch_options,
+    multiply_reference,
     new_parts,
-    norm_times_weight,
+    norm_factor,
     product_of_run,
 )
 
 
 def linear_residual_reference(
     x_TI: Tensor,
+    squares_TS: Tensor | None,
     weight_OI: Tensor,
     bias_O: Tensor | None,
     residual_TO: Tensor | None,
-    gain_I: Tensor | None,
+    gain_O: Tensor | None,
     eps: float,
-) -> Tensor:
-    """The definition."""
-    sums = norm_times_weight(x_TI, weight_OI, gain_I, eps)
+) -> Tensor | ScaledRows:
+    """The definition; prepared for a norm where there is a gain."""
+    sums_TO = multiply_reference(x_TI, weight_OI, squares_TS, eps)
     if bias_O is not None:
-        sums = sums + bias_O.float()
+        sums_TO = sums_TO + bias_O.float()
     if residual_TO is not None:
-        sums = sums + residual_TO.float()
-    return sums.to(x_TI.dtype)
+        sums_TO = sums_TO + residual_TO.float()
+    y_TO = sums_TO.to(x_TI.dtype)
+    return y_TO if gain_O is None else scale_rows_reference(y_TO, gain_O)
 
 
 @kernel
 def _linear_residual_kernel(
     x_ptr: tl.tensor,
-    gain_ptr: tl.tensor,
+    squares_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     residual_ptr: tl.tensor,
+    gain_ptr: tl.tensor,
     y_ptr: tl.tensor,
+    scaled_ptr: tl.tensor,
+    next_squares_ptr: tl.tensor,
     parts_ptr: tl.tensor,
     counter_ptr: tl.tensor,
     num_rows: tl.tensor,
+    num_squares: tl.tensor,
     eps: tl.tensor,
     NUM_OUTPUTS: tl.constexpr,
+    SQUARES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_GAIN: tl.constexpr,
@@ -65,21 +77,25 @@ def _linear_residual_kernel(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    PREFETCHED: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ) -> None:
     output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
     existing = tl.minimum(output, NUM_OUTPUTS - 1)
-    begin_run(weight_ptr, existing, existing, WIDTH, PART, False, PREFETCHED, IS_DEPENDENT)
-    row = tl.arange(0, ROWS)
     is_output = output < NUM_OUTPUTS
+    begin_run(weight_ptr, existing, existing, WIDTH, PART, False, CHUNKS, CHUNK, IS_DEPENDENT)
+    row = tl.arange(0, ROWS)
     is_cell = (row < num_rows)[:, None] & is_output[None, :]
     cell = row.to(tl.int64)[:, None] * NUM_OUTPUTS + output[None, :]
-    residual = tl.load(residual_ptr + cell, mask=is_cell & HAS_RESIDUAL, other=0.0)
     bias = tl.load(bias_ptr + output, mask=is_output & HAS_BIAS, other=0.0)
-    sums, _, squares, is_last = product_of_run(
+    gain = tl.load(gain_ptr + output, mask=is_output & HAS_GAIN, other=0.0)
+    residual = tl.load(residual_ptr + cell, mask=is_cell & HAS_RESIDUAL, other=0.0)
+    factor = tl.full([ROWS], 1.0, tl.float32)
+    if SQUARES > 0:
+        factor = norm_factor(squares_ptr, num_rows, num_squares, eps, WIDTH, ROWS, SQUARES)
+    sums, _, is_last = product_of_run(
         x_ptr,
-        gain_ptr,
         weight_ptr,
         parts_ptr,
         counter_ptr,
@@ -92,53 +108,70 @@ def _linear_residual_kernel(
         ROWS,
         OUTPUTS,
         BLOCK,
-        HAS_GAIN,
         False,
     )
-    if HAS_GAIN:
-        sums *= tl.rsqrt(squares / WIDTH + eps)[:, None]
+    if SQUARES > 0:
+        sums *= factor[:, None]
     if HAS_BIAS:
         sums += bias.to(tl.float32)[None, :]
     if HAS_RESIDUAL:
         sums += residual.to(tl.float32)
-    tl.store(y_ptr + cell, sums.to(y_ptr.dtype.element_ty), mask=is_cell & is_last)
+    y = sums.to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + cell, y, mask=is_cell & is_last)
+    if HAS_GAIN:
+        wide = tl.where(is_cell, y.to(tl.float32), 0.0)
+        scaled = (wide * gain.to(tl.float32)[None, :]).to(y_ptr.dtype.element_ty)
+        tl.store(scaled_ptr + cell, scaled, mask=is_cell & is_last)
+        squares_at = next_squares_ptr + row * tl.num_programs(0) + tl.program_id(0)
+        tl.store(squares_at, tl.sum(wide * wide, axis=1), mask=(row < num_rows) & is_last)
 
 
 def linear_residual_triton(
     x_TI: Tensor,
+    squares_TS: Tensor | None,
     weight_OI: Tensor,
     bias_O: Tensor | None,
     residual_TO: Tensor | None,
-    gain_I: Tensor | None,
+    gain_O: Tensor | None,
     eps: float,
     *,
     tile: Tile | None = None,
     counters: Tensor | None = None,
-) -> Tensor:
+) -> Tensor | ScaledRows:
     """Launch one program per run of outputs and part."""
     num_rows, num_outputs = x_TI.shape[0], weight_OI.shape[0]
     x_TI = x_TI.contiguous()
     tile = tile or choose_tile(num_rows, num_outputs, x_TI.shape[1])
-    y_TO = torch.empty((num_rows, num_outputs), dtype=x_TI.dtype, device=x_TI.device)
     num_runs = triton.cdiv(num_outputs, tile.outputs)
+    y_TO = torch.empty((num_rows, num_outputs), dtype=x_TI.dtype, device=x_TI.device)
+    scaled_TO, next_squares_TS = y_TO, y_TO
+    if gain_O is not None:
+        scaled_TO = torch.empty_like(y_TO)
+        next_squares_TS = torch.empty((num_rows, num_runs), dtype=torch.float32, device=x_TI.device)
+    num_squares = 0 if squares_TS is None else squares_TS.shape[1]
     with torch.cuda.device_of(x_TI):
         _linear_residual_kernel[num_runs, tile.parts](
             x_TI,
-            x_TI if gain_I is None else gain_I,
+            x_TI if squares_TS is None else squares_TS,
             weight_OI,
             x_TI if bias_O is None else bias_O,
             x_TI if residual_TO is None else residual_TO.contiguous(),
+            x_TI if gain_O is None else gain_O,
             y_TO,
+            scaled_TO,
+            next_squares_TS,
             *new_parts(tile, num_runs, x_TI, counters),
             num_rows,
+            num_squares,
             eps,
             NUM_OUTPUTS=num_outputs,
+            SQUARES=triton.next_power_of_2(num_squares) if num_squares else 0,
             HAS_BIAS=bias_O is not None,
             HAS_RESIDUAL=residual_TO is not None,
-            HAS_GAIN=gain_I is not None,
-            **launch_options(tile, x_TI),
+            HAS_GAIN=gain_O is not None,
+            **launch_options(tile, x_TI, num_runs),
         )
-    return y_TO
+    return y_TO if gain_O is None else ScaledRows(y_TO, scaled_TO, next_squares_TS)
 
 
 def linear_residual(
@@ -164,28 +197,64 @@ def linear_residual(
     Raises:
         ShapeError: the tensors do not fit each other.
     """
+    y_TO = _add(x_TI, weight_OI, bias_O, residual_TO, None, tile, counters)
+    assert isinstance(y_TO, Tensor)
+    return y_TO
+
+
+def linear_residual_scaled(
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    residual_TO: Tensor,
+    gain_O: Tensor,
+    *,
+    bias_O: Tensor | None = None,
+    tile: Tile | None = None,
+    counters: Tensor | None = None,
+) -> ScaledRows:
+    """`linear_residual`, and the sum prepared for the norm that comes next, whose gain, of any float dtype, this is."""
+    if gain_O.shape != weight_OI.shape[:1]:
+        raise ShapeError("gain", expected=weight_OI.shape[:1], found=gain_O.shape)
+    rows = _add(x_TI, weight_OI, bias_O, residual_TO, gain_O, tile, counters)
+    assert isinstance(rows, ScaledRows)
+    return rows
+
+
+def _add(
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None,
+    residual_TO: Tensor,
+    gain_O: Tensor | None,
+    tile: Tile | None,
+    counters: Tensor | None,
+) -> Tensor | ScaledRows:
     check_product(x_TI, weight_OI, bias_O)
     if residual_TO.shape != (x_TI.shape[0], weight_OI.shape[0]):
         raise ShapeError("residual", expected=[x_TI.shape[0], weight_OI.shape[0]], found=residual_TO.shape)
+    given = x_TI, None, weight_OI, bias_O, residual_TO, gain_O, 0.0
     run = choose("linear_residual", x_TI, linear_residual_reference, linear_residual_triton)
     if run is linear_residual_reference:
-        return linear_residual_reference(x_TI, weight_OI, bias_O, residual_TO, None, 0.0)
-    return linear_residual_triton(x_TI, weight_OI, bias_O, residual_TO, None, 0.0, tile=tile, counters=counters)
+        return linear_residual_reference(*given)
+    return linear_residual_triton(*given, tile=tile, counters=counters)
 
 
 def norm_linear(
-    x_TI: Tensor,
+    rows: ScaledRows,
     weight_OI: Tensor,
-    gain_I: Tensor,
     *,
     eps: float,
     bias_O: Tensor | None = None,
     tile: Tile | None = None,
     counters: Tensor | None = None,
 ) -> Tensor:
-    """Multiply normed rows with a weight: `gain_I` and `eps` are the norm's, all else as for `linear_residual`."""
-    check_product(x_TI, weight_OI, bias_O)
-    run = choose("norm_linear", x_TI, linear_residual_reference, linear_residual_triton)
+    """Multiply normed rows with a weight; `eps` is the norm's, all else as for `linear_residual`."""
+    check_product(rows.scaled_TD, weight_OI, bias_O, rows.squares_TS)
+    run = choose("norm_linear", rows.x_TD, linear_residual_reference, linear_residual_triton)
+    given = rows.scaled_TD, rows.squares_TS, weight_OI, bias_O, None, None, eps
     if run is linear_residual_reference:
-        return linear_residual_reference(x_TI, weight_OI, bias_O, None, gain_I, eps)
-    return linear_residual_triton(x_TI, weight_OI, bias_O, None, gain_I, eps, tile=tile, counters=counters)
+        y_TO = linear_residual_reference(*given)
+    else:
+        y_TO = linear_residual_triton(*given, tile=tile, counters=counters)
+    assert isinstance(y_TO, Tensor)
+    return y_TO

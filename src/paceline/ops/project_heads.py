@@ -1,14 +1,15 @@
-"""From the residual stream to heads in one launch: norm, q/k/v projection, q/k norms, rotation, keys and values stored.
+"""From rows to heads in one launch: a norm's factor, q/k/v projection, q/k norms, rotation, keys and values stored.
 
-    [q, k, v] = n @ W^T + bias,   n = x / sqrt(mean(x^2) + eps) * gain
+    [q, k, v] = f * (x @ W^T) + bias
     q, k      = turn( round( q / sqrt(mean(q^2) + eps) * q_gain ), position )      (without q/k norms: turn(round(q)))
 
-Sums are float32; heads are rounded to the rows' dtype once and turned with cosines and sines in that dtype, exactly as
-`turn_heads` does. A program takes pairs of channels that are turned together, the first of each pair in one run of
-outputs, the second in another, so that both pairings are the same arithmetic. Where heads are normed it takes a whole
-one. Channels that are not turned make pairs as well.
+f is 1, or the factor of a norm that rows were prepared for (`skinny_product.ScaledRows`). Sums are float32; heads are
+rounded to the rows' dtype once and turned with cosines and sines in that dtype, exactly as `turn_heads` does. A program
+takes pairs of channels that are turned together, the first of each pair in one run of outputs, the second in another,
+so that both pairings are the same arithmetic. Where heads are normed it takes a whole one. Channels that are not turned
+make pairs as well.
 T rows (at most 64 in the kernel), D width, N query heads, M key/value heads, H head size, R pairs that are turned,
-X = (N + 2M) * H.
+S partial sums of squares, X = (N + 2M) * H.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from paceline.ops.skinny_product import (
     check_product,
     choose_tile,
     launch_options,
+    multiply_reference,
     new_parts,
-    norm_times_weight,
+    norm_factor,
     product_of_run,
 )
 
@@ -88,16 +90,16 @@ def finish_heads_reference(
 
 def project_heads_reference(
     x_TD: Tensor,
+    squares_TS: Tensor | None,
     weight_XD: Tensor,
     bias_X: Tensor | None,
-    gain_D: Tensor | None,
     qk_gains: tuple[Tensor, Tensor] | None,
     turns_T2R: Tensor,
     cells: Cells,
     form: HeadForm,
 ) -> Tensor:
     """The definition."""
-    qkv_TX = norm_times_weight(x_TD, weight_XD, gain_D, form.eps)
+    qkv_TX = multiply_reference(x_TD, weight_XD, squares_TS, form.eps)
     if bias_X is not None:
         qkv_TX = qkv_TX + bias_X.float()
     return finish_heads_reference(qkv_TX, qk_gains, turns_T2R, cells, form, x_TD.dtype)
@@ -106,7 +108,7 @@ def project_heads_reference(
 @kernel
 def _project_heads_kernel(
     x_ptr: tl.tensor,
-    gain_ptr: tl.tensor,
+    squares_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     q_gain_ptr: tl.tensor,
@@ -118,10 +120,12 @@ def _project_heads_kernel(
     parts_ptr: tl.tensor,
     counter_ptr: tl.tensor,
     num_rows: tl.tensor,
+    num_squares: tl.tensor,
     side_stride: tl.tensor,
     head_stride: tl.tensor,
     eps: tl.tensor,
     value_scale: tl.tensor,
+    SQUARES: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -129,14 +133,14 @@ def _project_heads_kernel(
     IS_NEOX: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_QK_NORM: tl.constexpr,
-    HAS_GAIN: tl.constexpr,
     WIDTH: tl.constexpr,
     PART: tl.constexpr,
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    PREFETCHED: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ) -> None:
     PAIRS: tl.constexpr = HEAD_SIZE // 2
@@ -156,7 +160,7 @@ def _project_heads_kernel(
         other_channel = tl.where(is_turned, 2 * pair + 1, pair + PAIRS)
     output = (head * HEAD_SIZE + channel).to(tl.int64)
     other_output = (head * HEAD_SIZE + other_channel).to(tl.int64)
-    begin_run(weight_ptr, output, other_output, WIDTH, PART, True, PREFETCHED, IS_DEPENDENT)
+    begin_run(weight_ptr, output, other_output, WIDTH, PART, True, CHUNKS, CHUNK, IS_DEPENDENT)
     row = tl.arange(0, ROWS)
     is_row = row < num_rows
     dtype = q_ptr.dtype.element_ty
@@ -171,9 +175,11 @@ def _project_heads_kernel(
     gains = q_gain_ptr if head < NUM_HEADS else k_gain_ptr
     gain = tl.load(gains + channel, mask=is_pair & HAS_QK_NORM, other=1.0)
     other_gain = tl.load(gains + other_channel, mask=is_pair & HAS_QK_NORM, other=1.0)
-    first, second, squares, is_last = product_of_run(
+    factor = tl.full([ROWS], 1.0, tl.float32)
+    if SQUARES > 0:
+        factor = norm_factor(squares_ptr, num_rows, num_squares, eps, WIDTH, ROWS, SQUARES)
+    first, second, is_last = product_of_run(
         x_ptr,
-        gain_ptr,
         weight_ptr,
         parts_ptr,
         counter_ptr,
@@ -186,23 +192,21 @@ def _project_heads_kernel(
         ROWS,
         OUTPUTS,
         BLOCK,
-        HAS_GAIN,
         True,
     )
     is_cell = is_row[:, None] & is_pair[None, :] & is_last
-    if HAS_GAIN:
-        factor = tl.rsqrt(squares / WIDTH + eps)[:, None]
-        first *= factor
-        second *= factor
+    if SQUARES > 0:
+        first *= factor[:, None]
+        second *= factor[:, None]
     if HAS_BIAS:
         first += bias.to(tl.float32)[None, :]
         second += other_bias.to(tl.float32)[None, :]
     if is_turned_head:
         if HAS_QK_NORM:
             of_head = tl.where(is_pair[None, :], first * first + second * second, 0.0)
-            factor = tl.rsqrt(tl.sum(of_head, axis=1) / HEAD_SIZE + eps)[:, None]
-            first *= factor * gain.to(tl.float32)[None, :]
-            second *= factor * other_gain.to(tl.float32)[None, :]
+            of_head = tl.rsqrt(tl.sum(of_head, axis=1) / HEAD_SIZE + eps)[:, None]
+            first *= of_head * gain.to(tl.float32)[None, :]
+            second *= of_head * other_gain.to(tl.float32)[None, :]
         first = first.to(dtype).to(tl.float32)
         second = second.to(dtype).to(tl.float32)
         cosine = cosine.to(dtype).to(tl.float32)
@@ -226,9 +230,9 @@ def _project_heads_kernel(
 
 def project_heads_triton(
     x_TD: Tensor,
+    squares_TS: Tensor | None,
     weight_XD: Tensor,
     bias_X: Tensor | None,
-    gain_D: Tensor | None,
     qk_gains: tuple[Tensor, Tensor] | None,
     turns_T2R: Tensor,
     cells: Cells,
@@ -249,10 +253,11 @@ def project_heads_triton(
     num_runs = weight_XD.shape[0] // head_size * triton.cdiv(head_size, tile.outputs)
     q_TNH = torch.empty((num_rows, form.num_heads, head_size), dtype=x_TD.dtype, device=x_TD.device)
     q_gain, k_gain = (x_TD, x_TD) if qk_gains is None else qk_gains
+    num_squares = 0 if squares_TS is None else squares_TS.shape[1]
     with torch.cuda.device_of(x_TD):
         _project_heads_kernel[num_runs, tile.parts](
             x_TD,
-            x_TD if gain_D is None else gain_D,
+            x_TD if squares_TS is None else squares_TS,
             weight_XD,
             x_TD if bias_X is None else bias_X,
             q_gain,
@@ -263,10 +268,12 @@ def project_heads_triton(
             q_TNH,
             *new_parts(tile, num_runs, x_TD, counters),
             num_rows,
+            num_squares,
             cells.planes.stride(0),
             cells.planes.stride(1),
             form.eps,
             form.value_scale,
+            SQUARES=triton.next_power_of_2(num_squares) if num_squares else 0,
             NUM_HEADS=form.num_heads,
             NUM_KV_HEADS=num_kv_heads,
             HEAD_SIZE=head_size,
@@ -274,16 +281,15 @@ def project_heads_triton(
             IS_NEOX=form.is_neox_style,
             HAS_BIAS=bias_X is not None,
             HAS_QK_NORM=qk_gains is not None,
-            HAS_GAIN=gain_D is not None,
-            **launch_options(tile, x_TD, num_halves=2),
+            **launch_options(tile, x_TD, num_runs, num_halves=2),
         )
     return q_TNH
 
 
 def project_heads(
     x_TD: Tensor,
+    squares_TS: Tensor | None,
     weight_XD: Tensor,
-    gain_D: Tensor | None,
     turns_T2R: Tensor,
     cells: Cells,
     form: HeadForm,
@@ -296,9 +302,9 @@ def project_heads(
     """Queries of rows, whose keys and values are stored on the way.
 
     Args:
-        x_TD: rows; at most `skinny_product.LARGEST_ROWS` on a GPU.
+        x_TD: rows, scaled where a norm comes before; at most `skinny_product.LARGEST_ROWS` on a GPU.
+        squares_TS: float32, of that norm; None where there is none.
         weight_XD: contiguous, in the rows' dtype; queries, then keys, then values.
-        gain_D: of the norm before, in any float dtype; None where rows come as the projection takes them.
         turns_T2R: float32, rows of `rotary_table` at the rows' positions.
         cells: where keys and values go.
         form: what is done with the heads.
@@ -311,13 +317,13 @@ def project_heads(
     Raises:
         ShapeError: the tensors do not fit each other.
     """
-    check_product(x_TD, weight_XD, bias_X)
+    check_product(x_TD, weight_XD, bias_X, squares_TS)
     check_heads(weight_XD.shape[0], x_TD.shape[0], turns_T2R, cells, form)
     run = choose("project_heads", x_TD, project_heads_reference, project_heads_triton)
     if run is project_heads_reference:
-        return project_heads_reference(x_TD, weight_XD, bias_X, gain_D, qk_gains, turns_T2R, cells, form)
+        return project_heads_reference(x_TD, squares_TS, weight_XD, bias_X, qk_gains, turns_T2R, cells, form)
     return project_heads_triton(
-        x_TD, weight_XD, bias_X, gain_D, qk_gains, turns_T2R, cells, form, tile=tile, counters=counters
+        x_TD, squares_TS, weight_XD, bias_X, qk_gains, turns_T2R, cells, form, tile=tile, counters=counters
     )
 
 

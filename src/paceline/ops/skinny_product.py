@@ -1,15 +1,14 @@
 """The product of few rows with a weight, as the fused operations of a layer use it: x @ W^T, summed in float32.
 
-    sums[t, o]  = sum over i of round(x[t, i] * gain[i]) * W[o, i]        (round(x) without a gain)
-    squares[t]  = sum over i of x[t, i]^2
-
 With at most 64 rows such a product is bound by reading the weight. So a program takes a run of outputs, keeps several
-tiles of the weight in flight, and holds all rows in one tile; what comes before (a norm) and behind (rotation,
-activation, residual) happens in the same launch. A norm's gain is applied to the rows as they are read, its row factor
-to the sums: x * f * gain @ W^T = f * ((x * gain) @ W^T). Where there are too few runs of outputs to fill the
-multiprocessors, several programs share one: each leaves its part of the sums in a workspace, and whoever arrives last
-adds them in the order of the parts, so that results do not depend on who that is.
-T rows, I in, O out.
+tiles of the weight in flight, and holds all rows in one tile; what comes behind (rotation, activation, residual)
+happens in the same launch. Nothing is computed on the way from memory to the matrix units. A norm before a product is
+therefore prepared by whoever writes the rows (`ScaledRows`): they come multiplied with its gain, and with their squares
+summed, and the norm's row factor f multiplies the sums: x * f * gain @ W^T = f * ((x * gain) @ W^T).
+
+Where there are too few runs of outputs to fill the multiprocessors, several programs share one: each leaves its part of
+the sums in a workspace, and whoever arrives last adds them in the order of the parts, so that results do not depend on
+who that is. T rows, I in, O out, S partial sums of squares.
 """
 
 from __future__ import annotations
@@ -27,8 +26,10 @@ NUM_COUNTERS: Final = 4096  # runs of outputs that several programs may share, i
 _NUM_PROCESSORS: Final = 132
 _FEW_PROGRAMS: Final = 96  # from here on, tiles in flight make up for processors that have no program
 _SMALLEST_BLOCK: Final = 64
-_SHARED_BYTES: Final = 200_000  # of a multiprocessor, for tiles in flight
-_PREFETCHED_BYTES: Final = 49152  # of the weight, per program, asked for while the kernel before this one runs
+_SHARED_BYTES: Final = 108_000  # of a multiprocessor, for tiles in flight: half, so that the next launch finds room
+# Of the weight, asked for while the launch ahead still runs: by a program, and by all, which an L2 cache has to hold.
+_PREFETCHED_BYTES: Final = 98_304
+_ALL_PREFETCHED_BYTES: Final = 16_000_000
 
 
 class Tile(NamedTuple):
@@ -47,6 +48,20 @@ class Tile(NamedTuple):
     parts: int = 1
     warps: int = 4
     stages: int = 4
+
+
+class ScaledRows(NamedTuple):
+    """Rows of the residual stream, prepared for the norm and product that come next.
+
+    Attributes:
+        x_TD: the rows.
+        scaled_TD: rows times the norm's gain, rounded.
+        squares_TS: float32, sums of squares of `x_TD`, in parts.
+    """
+
+    x_TD: Tensor
+    scaled_TD: Tensor
+    squares_TS: Tensor
 
 
 def choose_tile(num_rows: int, num_outputs: int, width: int, *, least_outputs: int = 16) -> Tile:
@@ -68,12 +83,12 @@ def choose_tile(num_rows: int, num_outputs: int, width: int, *, least_outputs: i
     num_runs, turns = triton.cdiv(num_outputs, outputs), triton.cdiv(width, block)
     parts = 1
     while (
-        parts < 8 and num_runs * parts * 2 <= 3 * _NUM_PROCESSORS and num_runs < _FEW_PROGRAMS and turns >= 16 * parts
+        num_runs < _FEW_PROGRAMS and 2 * parts * num_runs <= 3 * _NUM_PROCESSORS and turns >= 16 * parts and parts < 8
     ):
         parts *= 2
     resident = min(4, triton.cdiv(num_runs * parts, _NUM_PROCESSORS))
     bytes_per_stage = 2 * block * (outputs + padded_rows(num_rows))
-    stages = max(2, min(9, triton.cdiv(turns, parts), _SHARED_BYTES // resident // bytes_per_stage))
+    stages = max(3, min(9, triton.cdiv(turns, parts), 1 + _SHARED_BYTES // resident // bytes_per_stage))
     return Tile(outputs, block, parts, 4, stages)
 
 
@@ -88,11 +103,11 @@ def new_counters(device: torch.device) -> Tensor:
 
 
 def new_parts(tile: Tile, num_runs: int, x_TI: Tensor, counters: Tensor | None) -> tuple[Tensor, Tensor]:
-    """A launch's workspace: float32 for the sums and squares of every part, and counters."""
+    """A launch's workspace: float32 for the sums of every part, and counters."""
     if tile.parts == 1:
         return x_TI, x_TI  # neither is touched
     assert num_runs <= NUM_COUNTERS, "a product of that many outputs needs no parts"
-    size = num_runs * tile.parts * padded_rows(x_TI.shape[0]) * (tile.outputs + 1)
+    size = num_runs * tile.parts * padded_rows(x_TI.shape[0]) * tile.outputs
     parts = _new_floats(size, x_TI.device)
     return parts, new_counters(x_TI.device) if counters is None else counters
 
@@ -101,26 +116,32 @@ def _new_floats(size: int, device: torch.device) -> Tensor:
     return torch.empty(size, dtype=torch.float32, device=device)
 
 
-def launch_options(tile: Tile, x_TI: Tensor, *, num_halves: int = 1) -> dict[str, Any]:
+def launch_options(tile: Tile, x_TI: Tensor, num_runs: int, *, num_halves: int = 1) -> dict[str, Any]:
     """What every kernel around `product_of_run` is launched with.
 
     Args:
         tile: how the product is cut.
         x_TI: the rows.
+        num_runs: of outputs.
         num_halves: 2 for a pair of runs.
     """
     num_rows, width = x_TI.shape
     part = triton.cdiv(triton.cdiv(width, tile.block), tile.parts) * tile.block
-    prefetched = min(part, width, _PREFETCHED_BYTES // (x_TI.element_size() * tile.outputs)) // 8 * 8
+    outputs = tile.outputs // num_halves
+    chunks = max(1, 32 * tile.warps // outputs)  # so that each thread asks for another piece
+    most_bytes = min(_PREFETCHED_BYTES, _ALL_PREFETCHED_BYTES // (num_runs * tile.parts))
+    per_row = min(part, width, most_bytes // (x_TI.element_size() * tile.outputs))
+    chunk = per_row // chunks // 8 * 8 if width % 8 == 0 else 0  # in steps of 16 bytes
     is_dependent = dependent_launch()
     return {
         "WIDTH": width,
         "PART": part,
         "PARTS": tile.parts,
         "ROWS": padded_rows(num_rows),
-        "OUTPUTS": tile.outputs // num_halves,
+        "OUTPUTS": outputs,
         "BLOCK": tile.block,
-        "PREFETCHED": prefetched if width % 8 == 0 else 0,  # in steps of 16 bytes
+        "CHUNKS": chunks,
+        "CHUNK": chunk,
         "IS_DEPENDENT": is_dependent,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
@@ -129,7 +150,12 @@ def launch_options(tile: Tile, x_TI: Tensor, *, num_halves: int = 1) -> dict[str
 
 
 def check_product(
-    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, *, holds_any_number: bool | None = None
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None,
+    squares_TS: Tensor | None = None,
+    *,
+    holds_any_number: bool | None = None,
 ) -> None:
     """Refuse what does not fit.
 
@@ -137,6 +163,7 @@ def check_product(
         x_TI: rows.
         weight_OI: the weight.
         bias_O: its bias.
+        squares_TS: of a norm before.
         holds_any_number: of rows, as references do; by default on a CPU.
     Raises:
         ShapeError: widths differ, or there are more rows than the kernel holds on the device that would run it.
@@ -145,26 +172,29 @@ def check_product(
         raise ShapeError("weight", expected=f"[O, {x_TI.shape[-1]}]", found=weight_OI.shape)
     if bias_O is not None and bias_O.shape != weight_OI.shape[:1]:
         raise ShapeError("bias", expected=weight_OI.shape[:1], found=bias_O.shape)
+    if squares_TS is not None and squares_TS.shape[:1] != x_TI.shape[:1]:
+        raise ShapeError("squares", expected=f"[{x_TI.shape[0]}, S]", found=squares_TS.shape)
     if holds_any_number is None:
         holds_any_number = x_TI.device.type == "cpu"
     if not holds_any_number and x_TI.shape[0] > LARGEST_ROWS:
         raise ShapeError("rows", expected=f"[at most {LARGEST_ROWS}, {x_TI.shape[1]}]", found=x_TI.shape)
 
 
-def norm_times_weight(x_TI: Tensor, weight_OI: Tensor, gain_I: Tensor | None, eps: float) -> Tensor:
-    """float32 [T, O]: what `multiply` gives in a reference, with the norm's factor where there is a gain."""
-    wide = x_TI.float()
-    if gain_I is None:
-        return wide @ weight_OI.float().T
-    scaled = (wide * gain_I.float()).to(x_TI.dtype).float()
-    return scaled @ weight_OI.float().T * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+def multiply_reference(x_TI: Tensor, weight_OI: Tensor, squares_TS: Tensor | None, eps: float) -> Tensor:
+    """float32 [T, O]: the sums of a product, times the norm's factor where there are squares."""
+    sums_TO = x_TI.float() @ weight_OI.float().T
+    if squares_TS is None:
+        return sums_TO
+    return sums_TO * torch.rsqrt(squares_TS.sum(-1, keepdim=True) / x_TI.shape[-1] + eps)
 
 
 @kernel
-def _prefetch(weight_ptr: tl.tensor, output: tl.tensor, WIDTH: tl.constexpr, INPUTS: tl.constexpr) -> None:
+def _prefetch(
+    weight_ptr: tl.tensor, output: tl.tensor, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr
+) -> None:
     # Asks for the beginning of weight rows in the L2 cache; nothing is waited for.
-    NUM_BYTES: tl.constexpr = INPUTS * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    address = (weight_ptr + output * WIDTH).to(tl.int64)
+    NUM_BYTES: tl.constexpr = CHUNK * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    address = (weight_ptr + output[:, None] * WIDTH + (tl.arange(0, CHUNKS) * CHUNK)[None, :]).to(tl.int64)
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
         "=r,l,r",
@@ -183,13 +213,15 @@ def begin_run(
     WIDTH: tl.constexpr,
     PART: tl.constexpr,
     IS_PAIR: tl.constexpr,
-    PREFETCHED: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ) -> None:
     """Wait for the launch ahead, where this one may begin before that has ended; the weight is asked for meanwhile.
 
-    The weight is constant. All else may be an earlier launch's to write, or to read, until the wait is over. What the
-    end of a kernel needs is best read right behind it: it arrives while the product runs.
+    The weight is constant. All else may be an earlier launch's to write, or to read, until the wait is over; so the
+    launch behind may begin at once. What the end of a kernel needs is best read right behind the wait: it arrives while
+    the product runs.
 
     Args:
         weight_ptr: [outputs, WIDTH].
@@ -198,23 +230,40 @@ def begin_run(
         WIDTH: I.
         PART: inputs per part.
         IS_PAIR: whether there are two runs.
-        PREFETCHED: inputs of each weight row that are asked for.
+        CHUNKS: pieces of each weight row that are asked for.
+        CHUNK: inputs of a piece.
         IS_DEPENDENT: see above.
     """
     if IS_DEPENDENT:
-        if PREFETCHED > 0:
-            first = tl.minimum(tl.program_id(1) * PART, WIDTH - PREFETCHED)
-            _prefetch(weight_ptr + first, output, WIDTH, PREFETCHED)
-            if IS_PAIR:
-                _prefetch(weight_ptr + first, other_output, WIDTH, PREFETCHED)
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        if CHUNK > 0:
+            first = tl.minimum(tl.program_id(1) * PART, WIDTH - CHUNKS * CHUNK)
+            _prefetch(weight_ptr + first, output, WIDTH, CHUNKS, CHUNK)
+            if IS_PAIR:
+                _prefetch(weight_ptr + first, other_output, WIDTH, CHUNKS, CHUNK)
+        tl.extra.cuda.gdc_wait()
+
+
+@kernel
+def norm_factor(
+    squares_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    num_squares: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    SQUARES: tl.constexpr,
+) -> tl.tensor:
+    """[ROWS] factors of a norm from [rows, num_squares] sums of squares, added in one fixed order."""
+    row, part = tl.arange(0, ROWS), tl.arange(0, SQUARES)
+    is_cell = (row < num_rows)[:, None] & (part < num_squares)[None, :]
+    squares = tl.load(squares_ptr + row[:, None] * num_squares + part[None, :], mask=is_cell, other=0.0)
+    return tl.rsqrt(tl.sum(squares, axis=1) / WIDTH + eps)
 
 
 @kernel
 def product_of_run(
     x_ptr: tl.tensor,
-    gain_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     parts_ptr: tl.tensor,
     counter_ptr: tl.tensor,
@@ -227,14 +276,12 @@ def product_of_run(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_GAIN: tl.constexpr,
     IS_PAIR: tl.constexpr,
 ) -> tl.tensor:
     """Sums of two runs of outputs, in a grid of (runs, parts), after `begin_run`.
 
     Args:
         x_ptr: [rows, WIDTH].
-        gain_ptr: [WIDTH], read if there is a gain.
         weight_ptr: [outputs, WIDTH].
         parts_ptr: from `new_parts`.
         counter_ptr: from `new_counters`.
@@ -247,11 +294,10 @@ def product_of_run(
         ROWS: of the tile that holds them, at least 16.
         OUTPUTS: see PARTS.
         BLOCK: see PARTS.
-        HAS_GAIN: whether rows are multiplied with a gain, and squares summed.
         IS_PAIR: whether there are two runs.
     Returns:
-        Both sums, [ROWS, OUTPUTS], the second zeros without a pair; [ROWS] squares, zeros without a gain; and whether
-        this is the program that has them. Others have a part of the sums, and write nothing.
+        Both sums, [ROWS, OUTPUTS], the second zeros without a pair; and whether this is the program that has them.
+        Others have a part of the sums, and write nothing.
     """
     run, part = tl.program_id(0), tl.program_id(1)
     first = part * PART
@@ -259,53 +305,43 @@ def product_of_run(
     is_row = (row < num_rows)[:, None]
     sums = tl.zeros([ROWS, OUTPUTS], dtype=tl.float32)
     other_sums = tl.zeros([ROWS, OUTPUTS], dtype=tl.float32)
-    squares = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
     x_at = x_ptr + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
     weight_at = weight_ptr + output[None, :] * WIDTH + column[:, None]
     other_at = weight_ptr + other_output[None, :] * WIDTH + column[:, None]
     for done in range(0, PART, BLOCK):
         start = first + done
-        is_input = start + column < WIDTH
         if WIDTH == PART * PARTS:
             x = tl.load(x_at + start, mask=is_row, other=0.0)
             weight = tl.load(weight_at + start)
         else:
+            is_input = start + column < WIDTH
             x = tl.load(x_at + start, mask=is_row & is_input[None, :], other=0.0)
             weight = tl.load(weight_at + start, mask=is_input[:, None], other=0.0)
-        if HAS_GAIN:
-            wide = x.to(tl.float32)
-            squares += wide * wide
-            gain = tl.load(gain_ptr + start + column, mask=is_input, other=0.0).to(tl.float32)
-            x = (wide * gain[None, :]).to(x.dtype)
         sums = tl.dot(x, weight, sums, input_precision="ieee")
         if IS_PAIR:
             if WIDTH == PART * PARTS:
                 other_weight = tl.load(other_at + start)
             else:
-                other_weight = tl.load(other_at + start, mask=is_input[:, None], other=0.0)
+                other_weight = tl.load(other_at + start, mask=(start + column < WIDTH)[:, None], other=0.0)
             other_sums = tl.dot(x, other_weight, other_sums, input_precision="ieee")
-    squares_of_row = tl.sum(squares, axis=1)
     is_last = True
     if PARTS > 1:
         SIZE: tl.constexpr = ROWS * OUTPUTS
         RUNS: tl.constexpr = 2 if IS_PAIR else 1
         cell = row[:, None] * OUTPUTS + tl.arange(0, OUTPUTS)[None, :]
-        at = parts_ptr + (run * PARTS + part).to(tl.int64) * (RUNS * SIZE + ROWS)
+        at = parts_ptr + (run * PARTS + part).to(tl.int64) * (RUNS * SIZE)
         tl.store(at + cell, sums)
         if IS_PAIR:
             tl.store(at + SIZE + cell, other_sums)
-        tl.store(at + RUNS * SIZE + row, squares_of_row)
         tl.debug_barrier()  # the counter is moved by one thread, for all
         is_last = tl.atomic_add(counter_ptr + run, 1, sem="acq_rel") == PARTS - 1
         if is_last:
             sums = tl.zeros([ROWS, OUTPUTS], dtype=tl.float32)
             other_sums = tl.zeros([ROWS, OUTPUTS], dtype=tl.float32)
-            squares_of_row = tl.zeros([ROWS], dtype=tl.float32)
             for index in tl.static_range(PARTS):
-                at = parts_ptr + (run * PARTS + index).to(tl.int64) * (RUNS * SIZE + ROWS)
+                at = parts_ptr + (run * PARTS + index).to(tl.int64) * (RUNS * SIZE)
                 sums += tl.load(at + cell, cache_modifier=".cg")
                 if IS_PAIR:
                     other_sums += tl.load(at + SIZE + cell, cache_modifier=".cg")
-                squares_of_row += tl.load(at + RUNS * SIZE + row, cache_modifier=".cg")
             tl.store(counter_ptr + run, 0)
-    return sums, other_sums, squares_of_row, is_last
+    return sums, other_sums, is_last

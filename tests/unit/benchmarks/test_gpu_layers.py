@@ -10,6 +10,7 @@ from benchmarks import gpu_layer_cases, gpu_layers
 
 from paceline.errors import EXIT_CHECK_SAYS_NO, EXIT_DONE
 from paceline.ops.dispatch import HAS_TRITON
+from paceline.ops.skinny_product import Tile
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed"
 def test_a_trial_on_the_cpu_checks_and_times_every_operation(tmp_path: Path) -> None:
     assert gpu_layers.main(["--device", "cpu", "--rows", "3", "--out", str(tmp_path)]) == EXIT_DONE
     rows = json.loads((tmp_path / "gpu-layers.json").read_text())["rows"]
-    assert [row["operation"] for row in rows] == [*gpu_layer_cases.OPERATIONS, "stack"]
+    assert [row["operation"] for row in rows] == [*gpu_layer_cases.OPERATIONS, "stack, fused", "stack, library"]
     assert all(row["us"] > 0 for row in rows)
 
 
@@ -31,10 +32,17 @@ def test_an_operation_that_is_wrong_is_told(
     assert "rows, o: ArithmeticError" in shown.err and "stack" in shown.out
 
 
+def test_cuts_are_tried_in_whole_layers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_layer_cases, "tiles", lambda *_: iter([Tile(32, 32, 2)]))
+    options = ["--device", "cpu", "--rows", "2", "--operations", "gated", "--tune", "--num-replays", "1"]
+    assert gpu_layers.main(options) == EXIT_DONE
+    assert "(32, 32, 2, 4, 4): " in capsys.readouterr().err
+
+
 def test_every_cut_to_be_tried_fits_a_multiprocessor() -> None:
     for shape in gpu_layer_cases.SHAPES:
         for name in gpu_layer_cases.OPERATIONS:
             cuts = list(gpu_layer_cases.tiles(name, shape))
             assert len(cuts) >= 10
             for cut in cuts:
-                assert cut.stages * 2 * cut.block * (cut.outputs + 16) <= 227 * 1024
+                assert (cut.stages - 1) * 2 * cut.block * (cut.outputs + 16) <= 227 * 1024

@@ -12,11 +12,13 @@ from tests.unit.models.conftest import randomise
 from torch import Tensor
 
 from paceline.checkpoint.contract import RopeSettings
-from paceline.models.fused_layer import fuse
-from paceline.models.layers import DecoderLayer, LinearMode, SelfAttention, positions_for, set_linear_mode
+from paceline.models import fused_layer
+from paceline.models.fused_layer import fuse, run_fused
+from paceline.models.layers import DecoderLayer, LinearMode, SelfAttention, set_linear_mode
 from paceline.models.positions import position_table
-from paceline.ops import linear_residual as linear_residual_file
+from paceline.ops.linear_gated import linear_gated
 from paceline.ops.paged_attention import PagedAttend
+from paceline.ops.rotary import expand_rotary
 
 SHAPES = [(1, 1), (1, 5), (4, 1), (3, 6)]
 
@@ -83,10 +85,8 @@ def run(
     positions = torch.arange(shape[0] * shape[1]).view(shape)
     table = position_table(RopeSettings(theta=100.0), layer.self_attn.head_size, 64)
     attend = Mixes(shape, 2, layer.self_attn.head_size, x_BTD.dtype)
-    rows = positions_for(
-        attend, table, positions, x_BTD.dtype, are_fused=is_fused and layer.is_fused, is_neox_style=is_neox_style
-    )
-    assert isinstance(rows, Tensor) is is_fused
+    turns = table[positions]
+    rows = turns.flatten(0, 1) if is_fused else expand_rotary(turns, x_BTD.dtype, is_neox_style=is_neox_style)
     with torch.inference_mode():
         y: Tensor = layer(x_BTD, rows, attend, 7, is_neox_style=is_neox_style)
     return y
@@ -136,21 +136,36 @@ def test_the_row_count_alone_decides_the_form(monkeypatch: pytest.MonkeyPatch) -
 
     def counted(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
         launched.append(x.shape[0])
-        return linear_residual_file.linear_residual(x, *arguments, **options)
+        return linear_gated(x, *arguments, **options)
 
-    monkeypatch.setattr("paceline.models.fused_layer.linear_residual", counted)
+    monkeypatch.setattr(fused_layer, "linear_gated", counted)
     layer = prepared(decoder_layer())
-    for rows, expected in ((64, [64, 64]), (65, [])):
+    table = position_table(RopeSettings(theta=100.0), 8, 128)
+    for rows, expected in ((64, [64]), (65, [])):
         launched.clear()
-        run(layer, torch.randn(1, rows, 48)[:, :rows], is_fused=True) if rows <= 64 else _run_many(layer, rows)
+        with torch.inference_mode():
+            layer(torch.randn(1, rows, 48), table[:rows], Mixes((1, rows), 2, 8, torch.float32), 0)
         assert launched == expected
 
 
-def _run_many(layer: DecoderLayer, rows: int) -> None:
-    attend = Mixes((1, rows), 2, 8, torch.float32)
-    table = position_table(RopeSettings(theta=100.0), 8, 128)
+@pytest.mark.parametrize("most_rows", [0, 64])
+def test_a_chain_of_layers_is_each_after_the_other(most_rows: int) -> None:
+    layers = [prepared(decoder_layer(qk_norm=index == 1)) for index in range(3)]
+    for index, layer in enumerate(layers):
+        randomise(layer, index)
+    x, turns = torch.randn(2, 3, 48), position_table(RopeSettings(theta=100.0), 8, 64)[:6]
+    seen: list[tuple[int, Tensor]] = []
+    forms = [layer.fused._replace(most_rows=most_rows) for layer in layers if layer.fused is not None]
+    torch.manual_seed(1)
+    attend = Mixes((2, 3), 2, 8, torch.float32)
     with torch.inference_mode():
-        layer(torch.randn(1, rows, 48), table[:rows], attend, 0)
+        y = run_fused(forms, x, turns, attend, first_layer=4, observe=lambda at, after: seen.append((at, after)))
+        for index, layer in enumerate(layers):
+            x = layer(x, turns, attend, 4 + index)
+            at, after = seen[index]
+            assert at == index + 1
+            torch.testing.assert_close(after, x, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(y, x, rtol=1e-5, atol=1e-5)
 
 
 def test_sinks_reach_attention() -> None:
@@ -168,15 +183,15 @@ def test_layers_without_pairs_of_channels_and_other_modes_have_no_fused_form() -
     attention = SelfAttention(48, 4, 2, 7, eps=1e-5, bias=False, qk_norm=False)
     assert fuse(odd.input_layernorm, attention, odd.post_attention_layernorm, odd.mlp) is None
     for mode in ("plain", "row_invariant"):
-        assert not prepared(decoder_layer(), mode).is_fused  # type: ignore[arg-type]
+        assert prepared(decoder_layer(), mode).fused is None  # type: ignore[arg-type]
 
 
-def test_a_target_and_a_drafter_hand_positions_to_fused_layers_alone() -> None:
+def test_a_target_and_a_drafter_gather_the_fused_forms_of_their_layers() -> None:
     target = tiny_target()
     drafter = tiny_drafter(target.contract)
     for model in (target, drafter.backbone):
-        assert not model._is_fused
+        assert not model._fused
         set_linear_mode(model, "fused")
-        assert model._is_fused
+        assert len(model._fused) == len(model.layers)
         set_linear_mode(model, "plain")
-        assert not model._is_fused
+        assert not model._fused

@@ -12,40 +12,38 @@ from paceline.ops.linear_gated import linear_gated, linear_gated_reference, line
 from paceline.ops.skinny_product import Tile, new_counters
 
 EPS = 1e-5
-Given = tuple[Tensor, Tensor, Tensor | None, Tensor | None, float]
+Given = tuple[Tensor, Tensor | None, Tensor, Tensor | None, float]
 
 
 def inputs(T: int, width: int, num_outputs: int, dtype: torch.dtype, *, is_full: bool) -> Given:
     x, weight = random(T, width, dtype=dtype), random(2 * num_outputs, width, dtype=dtype, scale=width**-0.5)
     if not is_full:
-        return x, weight, None, None, EPS
-    return x, weight, random(2 * num_outputs, dtype=dtype), 1 + random(width, scale=0.3), EPS
+        return x, None, weight, None, EPS
+    return x, torch.rand(T, 3) * width / 3 + 0.1, weight, random(2 * num_outputs, dtype=dtype), EPS
 
 
 def moved(given: Given, device: torch.device) -> Given:
-    x, weight, *options, eps = given
-    bias, gain = (part.to(device) if isinstance(part, Tensor) else None for part in options)
-    return x.to(device), weight.to(device), bias, gain, eps
+    return tuple(part.to(device) if isinstance(part, Tensor) else part for part in given)  # type: ignore[return-value]
 
 
 def test_the_reference_agrees_with_a_float64_twin() -> None:
-    x, weight, bias, gain, eps = inputs(3, 10, 7, torch.float32, is_full=True)
-    assert bias is not None and gain is not None
+    x, squares, weight, bias, eps = inputs(3, 10, 7, torch.float32, is_full=True)
+    assert bias is not None and squares is not None
     wide = x.double()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * gain
-    gate, up = (normed @ weight.double().T + bias).chunk(2, dim=-1)
+    factor = torch.rsqrt(squares.double().sum(-1, keepdim=True) / 10 + eps)
+    gate, up = (wide * factor @ weight.double().T + bias).chunk(2, dim=-1)
     expected = (gate * torch.sigmoid(gate) * up).float()
-    torch.testing.assert_close(linear_gated(x, weight, gain, eps=eps, bias_X=bias), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(linear_gated(x, squares, weight, eps=eps, bias_X=bias), expected, rtol=1e-5, atol=1e-5)
     gate, up = (wide @ weight.double().T).chunk(2, dim=-1)
     expected = (gate * torch.sigmoid(gate) * up).float()
-    torch.testing.assert_close(linear_gated(x, weight, None, eps=eps), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(linear_gated(x, None, weight, eps=eps), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_shapes_that_differ_are_refused() -> None:
     with pytest.raises(ShapeError, match="an even number"):
-        linear_gated(torch.zeros(2, 4), torch.zeros(3, 4), None, eps=EPS)
+        linear_gated(torch.zeros(2, 4), None, torch.zeros(3, 4), eps=EPS)
     with pytest.raises(ShapeError, match="bias has shape"):
-        linear_gated(torch.zeros(2, 4), torch.zeros(6, 4), None, eps=EPS, bias_X=torch.zeros(3))
+        linear_gated(torch.zeros(2, 4), None, torch.zeros(6, 4), eps=EPS, bias_X=torch.zeros(3))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -66,7 +64,7 @@ def test_the_kernel_agrees_with_the_reference(
 def test_gates_and_up_projections_are_told_apart(kernel_device: torch.device) -> None:
     given = inputs(2, 32, 16, torch.float32, is_full=True)
     found = linear_gated_triton(*moved(given, kernel_device))
-    swapped = (given[0], given[1].roll(16, 0), *given[2:])
+    swapped = (*given[:2], given[2].roll(16, 0), *given[3:])
     with pytest.raises(AssertionError):
         assert_close(found, linear_gated_reference(*swapped), is_interpreted=kernel_device.type == "cpu")
 
@@ -75,9 +73,8 @@ def test_gates_and_up_projections_are_told_apart(kernel_device: torch.device) ->
 @pytest.mark.parametrize(("width", "num_outputs"), [(576, 1536), (4096, 12288)])
 @pytest.mark.parametrize("T", [1, 8, 16, 32, 64])
 def test_real_sizes_on_a_gpu(width: int, num_outputs: int, T: int) -> None:
-    x, weight, _, gain, eps = inputs(T, width, num_outputs, torch.bfloat16, is_full=True)
-    given = moved((x, weight, None, gain, eps), torch.device("cuda"))
+    given = moved(inputs(T, width, num_outputs, torch.bfloat16, is_full=True), torch.device("cuda"))
     expected = linear_gated_reference(*given)
-    found = [linear_gated(given[0], given[1], given[3], eps=eps) for _ in range(3)]
+    found = [linear_gated_triton(*given) for _ in range(3)]
     assert_close(found[0], expected.cpu(), is_interpreted=False)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])

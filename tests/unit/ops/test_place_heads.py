@@ -18,7 +18,7 @@ def test_it_is_the_second_half_of_project_heads(has_qk_norm: bool) -> None:
     other = given.on(torch.device("cpu"))
     assert given.bias is not None
     q = project_heads(
-        *given[:2], None, given.turns, given.cells, given.form, bias_X=given.bias, qk_gains=given.qk_gains
+        given.x, None, given.weight, given.turns, given.cells, given.form, bias_X=given.bias, qk_gains=given.qk_gains
     )
     qkv = given.x @ given.weight.T + given.bias
     placed = place_heads(qkv, other.turns, other.cells, other.form, qk_gains=other.qk_gains)

@@ -26,9 +26,9 @@ EPS = 1e-5
 
 class Given(NamedTuple):
     x: Tensor
+    squares: Tensor | None
     weight: Tensor
     bias: Tensor | None
-    gain: Tensor | None
     qk_gains: tuple[Tensor, Tensor] | None
     turns: Tensor
     cells: Cells
@@ -73,9 +73,9 @@ def inputs(
         rows[1::3] = 3  # rows of nobody, in block 0
     return Given(
         random(T, width, dtype=dtype),
+        torch.rand(T, 3) * width / 3 + 0.1 if is_normed else None,
         random(num_outputs, width, dtype=dtype, scale=width**-0.5),
         random(num_outputs, dtype=dtype) if has_bias else None,
-        1 + random(width, scale=0.3) if is_normed else None,
         (1 + random(head_size, scale=0.3), 1 + random(head_size, scale=0.3)) if has_qk_norm else None,
         table[torch.randint(1, 70, (T,))],
         Cells(planes, rows),
@@ -95,19 +95,20 @@ def assert_same(q: Tensor, cells: Cells, expected_q: Tensor, expected: Cells, *,
 @pytest.mark.parametrize("has_qk_norm", [True, False])
 def test_the_reference_is_what_the_parts_of_a_layer_compute(is_neox_style: bool, has_qk_norm: bool) -> None:
     given = inputs(4, has_bias=True, has_qk_norm=has_qk_norm, is_neox_style=is_neox_style, value_scale=0.5)
-    assert given.bias is not None and given.gain is not None
+    assert given.bias is not None and given.squares is not None
     planes, rows = given.cells
     q = project_heads(
         given.x,
+        given.squares,
         given.weight,
-        given.gain,
         given.turns,
         given.cells,
         given.form,
         bias_X=given.bias,
         qk_gains=given.qk_gains,
     )
-    qkv = rms_norm_reference(given.x, given.gain, EPS) @ given.weight.T + given.bias
+    factor = torch.rsqrt(given.squares.sum(-1, keepdim=True) / 64 + EPS)
+    qkv = given.x * factor @ given.weight.T + given.bias
     heads = qkv.view(4, 7, 16)
     for t in range(4):
         for head in range(5):
@@ -125,7 +126,7 @@ def test_the_reference_is_what_the_parts_of_a_layer_compute(is_neox_style: bool,
 
 def test_tensors_that_do_not_fit_are_refused() -> None:
     given = inputs(3)
-    three = (given.x, given.weight, given.gain)
+    three = (given.x, given.squares, given.weight)
     with pytest.raises(ShapeError, match="heads has shape"):
         project_heads(*three, given.turns, given.cells, HeadForm(4, EPS))
     with pytest.raises(ShapeError, match="turns has shape"):

@@ -13,9 +13,9 @@ from paceline.ops.skinny_product import (
     check_product,
     choose_tile,
     launch_options,
+    multiply_reference,
     new_counters,
     new_parts,
-    norm_times_weight,
     padded_rows,
 )
 
@@ -28,7 +28,7 @@ def test_a_cut_fits_a_multiprocessor_and_covers_every_input(num_rows: int, num_o
     for least in (16, 32, 128):
         tile = choose_tile(num_rows, num_outputs, width, least_outputs=least)
         assert tile.outputs >= least
-        options = launch_options(tile, torch.empty(num_rows, width, dtype=torch.bfloat16))
+        options = launch_options(tile, torch.empty(num_rows, width, dtype=torch.bfloat16), 100)
         assert options["PART"] * tile.parts >= width and options["PART"] % tile.block == 0
         assert tile.stages * 2 * tile.block * (tile.outputs + padded_rows(num_rows)) < 227 * 1024
         assert -(-num_outputs // tile.outputs) <= NUM_COUNTERS or tile.parts == 1
@@ -37,15 +37,18 @@ def test_a_cut_fits_a_multiprocessor_and_covers_every_input(num_rows: int, num_o
 def test_what_is_asked_for_early_lies_in_the_row() -> None:
     for width, parts in ((576, 1), (4096, 3), (100, 1), (72, 8)):
         tile = Tile(32, 64, parts)
-        prefetched = launch_options(tile, torch.empty(1, width, dtype=torch.bfloat16))["PREFETCHED"]
-        assert prefetched % 8 == 0 and 0 <= prefetched <= width
-        assert prefetched == 0 if width % 8 else prefetched > 0
+        options = launch_options(tile, torch.empty(1, width, dtype=torch.bfloat16), 40)
+        chunk, prefetched = options["CHUNK"], options["CHUNKS"] * options["CHUNK"]
+        assert chunk % 8 == 0 and prefetched <= width and options["CHUNKS"] * tile.outputs == 32 * tile.warps
+        assert chunk == 0 if width % 8 else chunk > 0
+    many = launch_options(Tile(32, 64), torch.empty(1, 4096, dtype=torch.bfloat16), 4000)
+    assert 4000 * 32 * 2 * many["CHUNKS"] * many["CHUNK"] <= 16_000_000
 
 
-def test_a_workspace_holds_the_sums_and_squares_of_every_part() -> None:
+def test_a_workspace_holds_the_sums_of_every_part() -> None:
     x = torch.empty(17, 64)
     parts, counters = new_parts(Tile(32, 64, 4), 5, x, None)
-    assert parts.shape == (5 * 4 * 32 * 33,) and not counters.any()
+    assert parts.shape == (5 * 4 * 32 * 32,) and not counters.any()
     given = new_counters(x.device)
     assert new_parts(Tile(32, 64, 4), 5, x, given)[1] is given
 
@@ -53,7 +56,8 @@ def test_a_workspace_holds_the_sums_and_squares_of_every_part() -> None:
 def test_the_norms_factor_may_stand_behind_the_product() -> None:
     x, weight, gain = torch.randn(3, 8, dtype=torch.float64), torch.randn(5, 8), torch.randn(8)
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * gain
-    found = norm_times_weight(x.float(), weight, gain, 1e-5)
+    squares = x.float().square().view(3, 2, 4).sum(-1)
+    found = multiply_reference((x * gain).float(), weight, squares, 1e-5)
     torch.testing.assert_close(found, (normed @ weight.double().T).float(), rtol=1e-5, atol=1e-6)
 
 
@@ -63,6 +67,8 @@ def test_products_that_do_not_fit_are_refused() -> None:
         check_product(x, torch.zeros(4, 7), None)
     with pytest.raises(ShapeError, match="bias has shape"):
         check_product(x, weight, torch.zeros(3))
+    with pytest.raises(ShapeError, match="squares has shape"):
+        check_product(x, weight, None, torch.zeros(3, 1))
     many = torch.zeros(LARGEST_ROWS + 1, 8)
     check_product(many, weight, None)
     with pytest.raises(ShapeError, match=r"rows has shape \[65, 8\]"):

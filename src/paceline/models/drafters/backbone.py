@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.contract import DrafterContract
 from paceline.errors import ShapeError
+from paceline.models.fused_layer import FusedLayer, run_fused
 from paceline.models.layers import (
     Attend,
     DecoderLayer,
@@ -24,12 +25,12 @@ from paceline.models.layers import (
     RMSNorm,
     RotaryRows,
     SelfAttention,
-    are_fused,
-    positions_for,
+    fused_layers,
     set_linear_mode,
 )
 from paceline.models.positions import position_table
 from paceline.ops.context_kv import write_context_kv
+from paceline.ops.paged_attention import PagedAttend
 from paceline.ops.rms_norm import rms_norm
 from paceline.ops.rotary import expand_rotary, turn_heads
 
@@ -89,11 +90,11 @@ class DrafterBackbone(nn.Module):
         self.register_buffer("position_table", table, persistent=False)
         self._stacked_kv: Linear | None = None
         self._stacked_k_gain: Tensor  # float32 [layers, 1, H], set beside it
-        self._is_fused = False
+        self._fused: list[FusedLayer] = []
 
     def set_mode(self, mode: LinearMode) -> None:
-        """Learn whether the layers took their fused form; they come before the whole."""
-        self._is_fused = mode == "fused" and are_fused(self.layers)
+        """Gather the layers' fused forms; they come before the whole."""
+        self._fused = fused_layers(self.layers, mode)
 
     @property
     def cache_shape(self) -> tuple[int, int]:
@@ -186,8 +187,11 @@ class DrafterBackbone(nn.Module):
         """
         x = embeddings_BQD
         neox = self.contract.is_neox_style
-        table, fused = self.position_table, self._is_fused
-        rows = positions_for(attend, table, positions_BQ, x.dtype, are_fused=fused, is_neox_style=neox)
+        if self._fused and isinstance(attend, PagedAttend):
+            turns = self.position_table[positions_BQ.flatten()]
+            fused_hidden: Tensor = self.norm(run_fused(self._fused, x, turns, attend, is_neox_style=neox))
+            return fused_hidden
+        rows = expand_rotary(self.position_table[positions_BQ], x.dtype, is_neox_style=neox)
         along_block = {} if self.contract.convolution is None else {"offset_R": _offsets(positions_BQ, block_rows)}
         for index, layer in enumerate(self.layers):
             x = layer(x, rows, attend, index, is_neox_style=neox, **along_block)

@@ -10,18 +10,20 @@ from typing import ClassVar, cast
 from torch import Tensor, nn
 
 from paceline.checkpoint.contract import AuxHiddenStream, CaptureId, TargetContract
+from paceline.models.fused_layer import FusedLayer, run_fused
 from paceline.models.layers import (
     Attend,
     DecoderLayer,
     Linear,
     LinearMode,
     RMSNorm,
-    are_fused,
-    positions_for,
+    fused_layers,
     score_rows,
 )
 from paceline.models.positions import position_table
 from paceline.models.taps import TapCollector
+from paceline.ops.paged_attention import PagedAttend
+from paceline.ops.rotary import expand_rotary
 
 
 class DenseTarget(nn.Module):
@@ -60,11 +62,11 @@ class DenseTarget(nn.Module):
         self.position_table: Tensor
         table = position_table(contract.rope, contract.head_size, max_positions or contract.max_position_embeddings)
         self.register_buffer("position_table", table, persistent=False)
-        self._is_fused = False
+        self._fused: list[FusedLayer] = []
 
     def set_mode(self, mode: LinearMode) -> None:
-        """Learn whether the layers took their fused form; they come before the whole."""
-        self._is_fused = mode == "fused" and are_fused(self.layers)
+        """Gather the layers' fused forms; they come before the whole."""
+        self._fused = fused_layers(self.layers, mode)
 
     @property
     def capture_ids(self) -> range:
@@ -90,10 +92,15 @@ class DenseTarget(nn.Module):
             [B, T, D], after the final norm.
         """
         x = self.embed_tokens(token_ids_BT)
-        rows = positions_for(attend, self.position_table, positions_BT, x.dtype, are_fused=self._is_fused)
         if taps is not None:
             assert taps.stream in self.aux_hidden_streams, f"no stream {taps.stream!r}: ask `require_taps`"
             taps.observe(0, x)
+        if self._fused and isinstance(attend, PagedAttend):
+            turns = self.position_table[positions_BT.flatten()]
+            x = run_fused(self._fused, x, turns, attend, observe=None if taps is None else taps.observe)
+            fused_hidden: Tensor = self.norm(x)
+            return fused_hidden
+        rows = expand_rotary(self.position_table[positions_BT], x.dtype)
         for index, layer in enumerate(self.layers):
             x = layer(x, rows, attend, index)
             if taps is not None:
