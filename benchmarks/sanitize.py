@@ -39,9 +39,12 @@ def main(arguments: Sequence[str]) -> int:
     import torch
     from benchmarks.sanitize_cases import make_cases
 
+    from paceline.ops.dispatch import allow_dependent_launch
+
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {options.device} was asked for; torch sees no GPU", hint="--device cpu")
+    allow_dependent_launch(options.dependent_launch)
     rows: list[dict[str, object]] = []
     launched: set[str] = set()
     with counted_launches() as counted:
@@ -65,6 +68,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu, where Triton interprets; default cuda")
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose name contains this")
+    parser.add_argument(
+        "--dependent-launch", action="store_true", help="kernels that can may begin before those ahead of them end"
+    )
     parser.add_argument(
         "--without-poison", action="store_true", help="do not fill fresh memory with NaN: fewer launches"
     )

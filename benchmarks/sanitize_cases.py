@@ -31,9 +31,11 @@ def make_cases(device: torch.device) -> Iterator[Case]:
     for case in benchmark_cases([TINY], [2], device):
         yield case.operation, partial(_of_benchmark, case.errors)
     from benchmarks.sanitize_layers import layer_cases
+    from benchmarks.sanitize_steps import step_cases
 
     for make in (
         layer_cases,
+        step_cases,
         _gradients,
         _activations,
         _norms,

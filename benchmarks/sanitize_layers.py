@@ -10,12 +10,15 @@ import torch
 from benchmarks.sanitize_comparing import Case, compared, dtypes, random
 from torch import Tensor
 
+from paceline.ops.add_norm import add_norm_reference, add_norm_triton
 from paceline.ops.linear_gated import linear_gated_reference, linear_gated_triton
 from paceline.ops.linear_residual import linear_residual_reference, linear_residual_triton
 from paceline.ops.paged_attention import paged_attention_reference
 from paceline.ops.paged_attention_kernel import Launch, paged_attention_triton
+from paceline.ops.place_heads import place_heads_reference, place_heads_triton
 from paceline.ops.project_heads import Cells, HeadForm, project_heads_reference, project_heads_triton
 from paceline.ops.rotary import rotary_table
+from paceline.ops.scale_rows import scale_rows_reference, scale_rows_triton
 from paceline.ops.skinny_product import ScaledRows, Tile
 
 _EPS = 1e-5
@@ -26,7 +29,7 @@ _SMALL = Launch(queries=16, keys=16, warps=4, stages=2, least_keys=16)  # so tha
 
 def layer_cases(device: torch.device) -> Iterator[Case]:
     """All cases of layers."""
-    for make in (_attention, _paged, _residuals, _gates, _heads):
+    for make in (_attention, _paged, _residuals, _gates, _heads, _placed, _norms):
         yield from make(device)
 
 
@@ -158,3 +161,28 @@ def _heads(device: torch.device) -> Iterator[Case]:
                         2 * allowed,
                     ),
                 )
+
+
+def _placed(device: torch.device) -> Iterator[Case]:
+    num_heads, num_kv_heads, size, rows, page = 4, 2, 20, 5, 16
+    cells_T = torch.tensor([35, 36, 17, 0, 20], device=device)
+    turns = rotary_table(1e-4 ** (torch.arange(size // 2, device=device) * 2 / size), rows)
+    for dtype, allowed in dtypes(device):
+        qkv = random(device, rows, (num_heads + 2 * num_kv_heads) * size, dtype=dtype)
+        planes = torch.full((2, num_kv_heads, 3, page, size), torch.nan, dtype=dtype, device=device)
+        gains: tuple[Tensor, Tensor] = (random(device, size), random(device, size))
+        for is_neox, qk_gains in ((True, gains), (False, None)):
+            arguments = (qkv, qk_gains, turns, Cells(planes, cells_T), HeadForm(num_heads, _EPS, is_neox))
+            yield (
+                f"place_heads, {'norms' if qk_gains else 'pairs'}, {dtype}",
+                partial(compared, place_heads_reference, place_heads_triton, arguments, 2 * allowed),
+            )
+
+
+def _norms(device: torch.device) -> Iterator[Case]:
+    for dtype, allowed in dtypes(device):
+        x, y, gain = random(device, 5, 37, dtype=dtype), random(device, 5, 37, dtype=dtype), random(device, 37)
+        for name, added in (("sum", y), ("alone", None)):
+            both = (add_norm_reference, add_norm_triton)
+            yield f"add_norm, {name}, {dtype}", partial(compared, *both, (x, added, gain, _EPS), 2 * allowed)
+        yield f"scale_rows, {dtype}", partial(compared, scale_rows_reference, scale_rows_triton, (x, gain), allowed)

@@ -1,0 +1,100 @@
+"""Cases of `sanitize` for what a step does around the layers: looking up its rows, committing, storing drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from benchmarks.sanitize_comparing import Case, compared, random
+from torch import Tensor
+
+from paceline.ops.block_rows import block_rows_reference, block_rows_triton
+from paceline.ops.commit_step import commit_step_reference, commit_step_triton
+from paceline.ops.finalise_block import Verdict
+from paceline.ops.slot_columns import FIRST_STOP, IS_ALIVE, LIMIT, NUM_FRACTIONS, NUM_WHOLE, SlotColumns
+from paceline.ops.step_rows import CacheCells, WaitingDrafts, step_rows_reference, step_rows_triton
+from paceline.ops.store_drafts import store_drafts_reference, store_drafts_triton
+
+_EXACT = 0.0  # copies and integers
+_SLOTS, _DRAFTS, _CANDIDATES, _VOCABULARY = 5, 4, 3, 50  # the last slot is the trash slot
+
+
+def step_cases(device: torch.device) -> Iterator[Case]:
+    """All cases of a step's ends."""
+    for make in (_rows, _blocks, _commits, _stores):
+        yield from make(device)
+
+
+def _columns(device: torch.device) -> SlotColumns:
+    whole = torch.randint(_VOCABULARY, (_SLOTS, NUM_WHOLE), device=device)
+    whole[:, IS_ALIVE], whole[:, LIMIT] = torch.tensor([1, 1, 0, 1, 0], device=device), 30
+    whole[:, FIRST_STOP + 2 :] = -1
+    return SlotColumns(whole, random(device, _SLOTS, NUM_FRACTIONS).abs())
+
+
+def _waiting(device: torch.device, *, has_q: bool) -> WaitingDrafts:
+    ids = torch.randint(-1, _VOCABULARY + 9, (_SLOTS, _DRAFTS), device=device)
+    if not has_q:
+        return WaitingDrafts(ids, None, None)
+    shape = (_SLOTS, _DRAFTS, _CANDIDATES)
+    return WaitingDrafts(ids, torch.randint(_VOCABULARY, shape, device=device), random(device, *shape))
+
+
+def _slots(device: torch.device) -> Tensor:
+    return torch.tensor([3, 2, 0], device=device)
+
+
+def _rows(device: torch.device) -> Iterator[Case]:
+    table = torch.randint(6, (_SLOTS, 4), dtype=torch.int32, device=device)
+    firsts = torch.tensor([60, 0, 4], device=device)
+    for num_drafts, has_q in ((_DRAFTS, True), (2, False), (0, False)):
+        drafts = _waiting(device, has_q=has_q)
+        cells, starts = (CacheCells(table, 8), firsts) if has_q else (None, None)
+        arguments = (_columns(device), drafts, _slots(device), starts, cells, num_drafts, _VOCABULARY)
+        yield (
+            f"step_rows, {num_drafts} drafts",
+            partial(compared, step_rows_reference, step_rows_triton, arguments, _EXACT),
+        )
+
+
+def _blocks(device: torch.device) -> Iterator[Case]:
+    for num_rows in (1, 5):
+        arguments = (_columns(device), _slots(device), num_rows, 7, _VOCABULARY, 40)
+        yield (
+            f"block_rows, {num_rows} rows",
+            partial(compared, block_rows_reference, block_rows_triton, arguments, _EXACT),
+        )
+
+
+def _commits(device: torch.device) -> Iterator[Case]:
+    for num_drafts in (_DRAFTS, 0):
+        whole, waiting = _columns(device).whole_SX, _waiting(device, has_q=False).ids_SK
+        drafts = torch.randint(_VOCABULARY, (3, num_drafts), device=device)
+        accepted = torch.tensor([num_drafts, 0, min(2, num_drafts)], device=device)
+        zeros = torch.zeros_like(accepted)
+        verdict = Verdict(
+            accepted, torch.tensor([9, -1, 4], device=device), zeros + torch.tensor([0, 1, 0]).to(device), zeros
+        )
+        positions = torch.tensor([11, -1, 28], device=device)
+        arguments = (whole, waiting, _slots(device), positions.clamp(min=0), positions, drafts, verdict)
+        yield (
+            f"commit_step, {num_drafts} drafts",
+            partial(compared, commit_step_reference, commit_step_triton, arguments, _EXACT),
+        )
+
+
+def _stores(device: torch.device) -> Iterator[Case]:
+    ids = torch.randint(_VOCABULARY, (3, 3), device=device)
+    shape = (3, 3, _CANDIDATES)
+    q = (torch.randint(_VOCABULARY, shape, device=device), random(device, *shape))
+    wanted = torch.tensor([3, 0, 2], device=device)
+    forms = {
+        "with q": (_waiting(device, has_q=True), q, wanted),
+        "one-hot beside q": (_waiting(device, has_q=True), (None, None), None),
+        "one-hot": (_waiting(device, has_q=False), (None, None), wanted),
+    }
+    for name, (drafts, given, wanted_B) in forms.items():
+        waiting = torch.full((3, 7), -5, device=device)[:, 2]  # a column of the report
+        arguments = (drafts, _slots(device), ids, *given, wanted_B, waiting)
+        yield f"store_drafts, {name}", partial(compared, store_drafts_reference, store_drafts_triton, arguments, _EXACT)
