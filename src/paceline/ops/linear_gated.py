@@ -21,6 +21,7 @@ from paceline.ops.skinny_product import (
     check_product,
     choose_tile,
     launch_options,
+    load_squares,
     multiply_reference,
     new_parts,
     norm_factor,
@@ -55,6 +56,7 @@ def _linear_gated_kernel(
     eps: tl.tensor,
     NUM_OUTPUTS: tl.constexpr,
     SQUARES: tl.constexpr,
+    HAS_SQUARES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     WIDTH: tl.constexpr,
     PART: tl.constexpr,
@@ -72,9 +74,7 @@ def _linear_gated_kernel(
     is_output = output < NUM_OUTPUTS
     gate_bias = tl.load(bias_ptr + output, mask=is_output & HAS_BIAS, other=0.0)
     up_bias = tl.load(bias_ptr + NUM_OUTPUTS + output, mask=is_output & HAS_BIAS, other=0.0)
-    factor = tl.full([ROWS], 1.0, tl.float32)
-    if SQUARES > 0:
-        factor = norm_factor(squares_ptr, num_rows, num_squares, eps, WIDTH, ROWS, SQUARES)
+    squares = load_squares(squares_ptr, num_rows, num_squares, ROWS, SQUARES)
     gate, up, is_last = product_of_run(
         x_ptr,
         weight_ptr,
@@ -91,9 +91,10 @@ def _linear_gated_kernel(
         BLOCK,
         True,
     )
-    if SQUARES > 0:
-        gate *= factor[:, None]
-        up *= factor[:, None]
+    if HAS_SQUARES:
+        factor = norm_factor(squares, eps, WIDTH)
+        gate *= factor
+        up *= factor
     if HAS_BIAS:
         gate += gate_bias.to(tl.float32)[None, :]
         up += up_bias.to(tl.float32)[None, :]
@@ -133,7 +134,8 @@ def linear_gated_triton(
             num_squares,
             eps,
             NUM_OUTPUTS=num_outputs,
-            SQUARES=triton.next_power_of_2(num_squares) if num_squares else 0,
+            SQUARES=triton.next_power_of_2(max(1, num_squares)),
+            HAS_SQUARES=num_squares > 0,
             HAS_BIAS=bias_X is not None,
             **launch_options(tile, x_TD, num_runs, num_halves=2),
         )

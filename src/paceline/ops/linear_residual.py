@@ -24,6 +24,7 @@ from paceline.ops.skinny_product import (
     check_product,
     choose_tile,
     launch_options,
+    load_squares,
     multiply_reference,
     new_parts,
     norm_factor,
@@ -68,6 +69,7 @@ def _linear_residual_kernel(
     eps: tl.tensor,
     NUM_OUTPUTS: tl.constexpr,
     SQUARES: tl.constexpr,
+    HAS_SQUARES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_GAIN: tl.constexpr,
@@ -91,9 +93,7 @@ def _linear_residual_kernel(
     bias = tl.load(bias_ptr + output, mask=is_output & HAS_BIAS, other=0.0)
     gain = tl.load(gain_ptr + output, mask=is_output & HAS_GAIN, other=0.0)
     residual = tl.load(residual_ptr + cell, mask=is_cell & HAS_RESIDUAL, other=0.0)
-    factor = tl.full([ROWS], 1.0, tl.float32)
-    if SQUARES > 0:
-        factor = norm_factor(squares_ptr, num_rows, num_squares, eps, WIDTH, ROWS, SQUARES)
+    squares = load_squares(squares_ptr, num_rows, num_squares, ROWS, SQUARES)
     sums, _, is_last = product_of_run(
         x_ptr,
         weight_ptr,
@@ -110,8 +110,8 @@ def _linear_residual_kernel(
         BLOCK,
         False,
     )
-    if SQUARES > 0:
-        sums *= factor[:, None]
+    if HAS_SQUARES:
+        sums *= norm_factor(squares, eps, WIDTH)
     if HAS_BIAS:
         sums += bias.to(tl.float32)[None, :]
     if HAS_RESIDUAL:
@@ -165,7 +165,8 @@ def linear_residual_triton(
             num_squares,
             eps,
             NUM_OUTPUTS=num_outputs,
-            SQUARES=triton.next_power_of_2(num_squares) if num_squares else 0,
+            SQUARES=triton.next_power_of_2(max(1, num_squares)),
+            HAS_SQUARES=num_squares > 0,
             HAS_BIAS=bias_O is not None,
             HAS_RESIDUAL=residual_TO is not None,
             HAS_GAIN=gain_O is not None,

@@ -29,6 +29,7 @@ from paceline.ops.skinny_product import (
     check_product,
     choose_tile,
     launch_options,
+    load_squares,
     multiply_reference,
     new_parts,
     norm_factor,
@@ -126,6 +127,7 @@ def _project_heads_kernel(
     eps: tl.tensor,
     value_scale: tl.tensor,
     SQUARES: tl.constexpr,
+    HAS_SQUARES: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -175,9 +177,7 @@ def _project_heads_kernel(
     gains = q_gain_ptr if head < NUM_HEADS else k_gain_ptr
     gain = tl.load(gains + channel, mask=is_pair & HAS_QK_NORM, other=1.0)
     other_gain = tl.load(gains + other_channel, mask=is_pair & HAS_QK_NORM, other=1.0)
-    factor = tl.full([ROWS], 1.0, tl.float32)
-    if SQUARES > 0:
-        factor = norm_factor(squares_ptr, num_rows, num_squares, eps, WIDTH, ROWS, SQUARES)
+    squares = load_squares(squares_ptr, num_rows, num_squares, ROWS, SQUARES)
     first, second, is_last = product_of_run(
         x_ptr,
         weight_ptr,
@@ -195,9 +195,10 @@ def _project_heads_kernel(
         True,
     )
     is_cell = is_row[:, None] & is_pair[None, :] & is_last
-    if SQUARES > 0:
-        first *= factor[:, None]
-        second *= factor[:, None]
+    if HAS_SQUARES:
+        factor = norm_factor(squares, eps, WIDTH)
+        first *= factor
+        second *= factor
     if HAS_BIAS:
         first += bias.to(tl.float32)[None, :]
         second += other_bias.to(tl.float32)[None, :]
@@ -273,7 +274,8 @@ def project_heads_triton(
             cells.planes.stride(1),
             form.eps,
             form.value_scale,
-            SQUARES=triton.next_power_of_2(num_squares) if num_squares else 0,
+            SQUARES=triton.next_power_of_2(max(1, num_squares)),
+            HAS_SQUARES=num_squares > 0,
             NUM_HEADS=form.num_heads,
             NUM_KV_HEADS=num_kv_heads,
             HEAD_SIZE=head_size,

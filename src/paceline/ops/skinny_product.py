@@ -245,20 +245,23 @@ def begin_run(
 
 
 @kernel
-def norm_factor(
+def load_squares(
     squares_ptr: tl.tensor,
     num_rows: tl.tensor,
     num_squares: tl.tensor,
-    eps: tl.tensor,
-    WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     SQUARES: tl.constexpr,
 ) -> tl.tensor:
-    """[ROWS] factors of a norm from [rows, num_squares] sums of squares, added in one fixed order."""
+    """[ROWS, SQUARES] sums of squares. They are only added behind the product: adding waits for them to arrive."""
     row, part = tl.arange(0, ROWS), tl.arange(0, SQUARES)
     is_cell = (row < num_rows)[:, None] & (part < num_squares)[None, :]
-    squares = tl.load(squares_ptr + row[:, None] * num_squares + part[None, :], mask=is_cell, other=0.0)
-    return tl.rsqrt(tl.sum(squares, axis=1) / WIDTH + eps)
+    return tl.load(squares_ptr + row[:, None] * num_squares + part[None, :], mask=is_cell, other=0.0)
+
+
+@kernel
+def norm_factor(squares: tl.tensor, eps: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
+    """[ROWS, 1] factors of a norm from `load_squares`, added in one fixed order."""
+    return tl.rsqrt(tl.sum(squares, axis=1) / WIDTH + eps)[:, None]
 
 
 @kernel
