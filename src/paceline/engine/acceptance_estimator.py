@@ -140,7 +140,7 @@ class AcceptanceEstimator:
         return confidence(features_BK, self.slope, self.intercept_K)
 
     def observe(self, features_BK: Tensor, num_judged_B: Tensor, num_accepted_B: Tensor) -> None:
-        """Take in one step; has to come before the next block's features replace these.
+        """Take in one step; has to come before the next block's features replace these. It may sit in a recording.
 
         Args:
             features_BK: float, at most K columns.
@@ -149,9 +149,15 @@ class AcceptanceEstimator:
         """
         sums = newton_sums(features_BK, num_judged_B, num_accepted_B, self.slope, self.intercept_K)
         self._sums_6K[:, : features_BK.shape[1]] += torch.stack(tuple(sums))
+
+    def advance(self) -> None:
+        """Count one more step, outside of any recording, and learn from all that were observed if it is time.
+
+        What recorded steps read stays where it is.
+        """
         self._num_steps += 1
         if self._num_steps % STEPS_PER_UPDATE == 0:
             slope_change, intercept_change_K = newton_step(NewtonSums(*self._sums_6K), self.slope)
-            self.slope = self.slope + slope_change
-            self.intercept_K = self.intercept_K + intercept_change_K
+            self.slope += slope_change
+            self.intercept_K += intercept_change_K
             self._sums_6K.zero_()

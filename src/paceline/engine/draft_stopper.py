@@ -117,6 +117,11 @@ class DraftStopper:
         judged_B = count_drafts(draft_ids_BK) * counts_B
         self.estimator.observe(self._features[slots_B, : draft_ids_BK.shape[1]], judged_B, accepted_B)
 
+    def advance(self) -> None:
+        """Count a step that was launched, outside of any recording; now and then the estimator learns here."""
+        if self.estimator is not None:
+            self.estimator.advance()
+
     def hold_back(self, slots_B: Tensor, proposal: Proposal, plan: DevicePlan) -> Proposal:
         """Take out drafts that are not worth a row; with nothing known of the rows, none are.
 

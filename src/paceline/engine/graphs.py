@@ -251,6 +251,12 @@ class StepRunner:
         Args:
             batch: as the host put it together, its tensors on the host.
         """
+        output = self._run(batch)
+        if batch.stopper is not None:
+            batch.stopper.advance()
+        return output
+
+    def _run(self, batch: StepBatch) -> StepOutput:
         if self._record is None or not self._can_record(batch):
             self._counters.num_unrecorded_steps += self._record is not None
             return self._run_plainly(batch)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.ops.dispatch import kernel, tl
+from paceline.ops.dispatch import choose, kernel, tl, triton
 
 TARGET = 0
 ACCEPT = 0x4143_4350
@@ -174,3 +174,80 @@ def gumbel_of_token(state: tl.tensor, token: tl.tensor) -> tl.tensor:
     w = 1.0 - uniform
     slope = tl.log(w) / tl.where(w < 1.0, w - 1.0, 1.0)
     return -tl.log(tl.where(w < 1.0, slope, 1.0) * uniform)
+
+
+def candidate_gumbel_reference(
+    seed_B: Tensor, step_B: Tensor | None, position_B: Tensor, ids_BKC: Tensor, first: int, domain: int
+) -> Tensor:
+    """The definition; arguments as for `candidate_gumbel`."""
+    keys_B = seed_B if step_B is None else mix_step(seed_B, step_B)
+    offsets_K = torch.arange(first, first + ids_BKC.shape[1], device=ids_BKC.device)
+    positions_BK1 = (position_B[:, None] + offsets_K)[:, :, None]
+    return gumbel_from_hash(hash32(keys_B[:, None, None], positions_BK1, ids_BKC, domain))
+
+
+@kernel
+def _candidate_gumbel_kernel(
+    seed_ptr: tl.tensor,
+    step_ptr: tl.tensor,
+    position_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    noise_ptr: tl.tensor,
+    num_drafts: tl.tensor,
+    first: tl.tensor,
+    num_candidates: tl.tensor,
+    HAS_STEP: tl.constexpr,
+    DOMAIN: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    request, k = row // num_drafts, row % num_drafts
+    seed = tl.load(seed_ptr + request)
+    if HAS_STEP:
+        seed ^= tl.load(step_ptr + request) << 32
+    state = key_state(seed, tl.load(position_ptr + request) + first + k, DOMAIN)
+    lane = tl.arange(0, CANDIDATES)
+    is_lane = lane < num_candidates
+    ids = tl.load(ids_ptr + row * num_candidates + lane, mask=is_lane, other=0)
+    tl.store(noise_ptr + row * num_candidates + lane, gumbel_of_token(state, ids), mask=is_lane)
+
+
+def candidate_gumbel_triton(
+    seed_B: Tensor, step_B: Tensor | None, position_B: Tensor, ids_BKC: Tensor, first: int, domain: int
+) -> Tensor:
+    """Launch one program per position."""
+    num_requests, num_drafts, num_candidates = ids_BKC.shape
+    noise_BKC = torch.empty(ids_BKC.shape, dtype=torch.float32, device=ids_BKC.device)
+    with torch.cuda.device_of(ids_BKC):
+        _candidate_gumbel_kernel[(num_requests * num_drafts,)](
+            seed_B.contiguous(),
+            seed_B if step_B is None else step_B.contiguous(),
+            position_B.contiguous(),
+            ids_BKC.contiguous(),
+            noise_BKC,
+            num_drafts,
+            first,
+            num_candidates,
+            HAS_STEP=step_B is not None,
+            DOMAIN=domain,
+            CANDIDATES=triton.next_power_of_2(num_candidates),
+            num_warps=1,
+        )
+    return noise_BKC
+
+
+def candidate_gumbel(
+    seed_B: Tensor, step_B: Tensor | None, position_B: Tensor, ids_BKC: Tensor, *, first: int = 0, domain: int
+) -> Tensor:
+    """Draw noise for a few ids at each position of a block, float32 [B, K, C], keyed by token id.
+
+    Args:
+        seed_B: int64.
+        step_B: int64, mixed into the seeds; None leaves them alone.
+        position_B: int64, the position before that of draft 0.
+        ids_BKC: int64 target ids.
+        first: which draft of the block the first of these K positions is, from 0.
+        domain: TARGET, ACCEPT or DRAFT.
+    """
+    run = choose("candidate_gumbel", ids_BKC, candidate_gumbel_reference, candidate_gumbel_triton)
+    return run(seed_B, step_B, position_B, ids_BKC, first, domain)

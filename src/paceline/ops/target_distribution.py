@@ -25,10 +25,12 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ShapeError
+from paceline.ops.dispatch import choose, kernel, needs_gradient, tl, triton
 from paceline.ops.token_rules import MAX_CHUNK_BYTES, TokenRules, apply_token_rules, request_chunks
 
 GREEDY_BELOW = 1e-5
 LOWEST_TEMPERATURE = 0.01
+_TILE = 4096  # ids per program
 
 _NUCLEUS_GUESSES = (256, 4096)
 
@@ -51,6 +53,62 @@ def temperature_divisor(temperature_R: Tensor) -> Tensor:
     """Give the float32 divisor of each row's logits: 1 for greedy rows, else the temperature, at least 0.01."""
     held_up_R = temperature_R.float().clamp(min=LOWEST_TEMPERATURE)
     return torch.where(rows_are_greedy(temperature_R), torch.ones_like(held_up_R), held_up_R)
+
+
+def temper_logits_reference(logits_BLV: Tensor, temperature_B: Tensor) -> Tensor:
+    """The definition; always a division, in float32, and never in place."""
+    return logits_BLV.float() / temperature_divisor(temperature_B)[:, None, None]
+
+
+@kernel
+def _temper_logits_kernel(
+    logits_ptr: tl.tensor,
+    temperature_ptr: tl.tensor,
+    tempered_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    vocab_size: tl.tensor,
+    GREEDY_BELOW: tl.constexpr,
+    LOWEST: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperature_ptr + row // num_rows).to(tl.float32)
+    divisor = tl.where(temperature < GREEDY_BELOW, 1.0, tl.maximum(temperature, LOWEST))
+    ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_inside = ids < vocab_size
+    logits = tl.load(logits_ptr + row * vocab_size + ids, mask=is_inside, other=0.0).to(tl.float32)
+    tl.store(tempered_ptr + row * vocab_size + ids, tl.div_rn(logits, divisor), mask=is_inside)
+
+
+def temper_logits_triton(logits_BLV: Tensor, temperature_B: Tensor) -> Tensor:
+    """Launch one program per row and tile."""
+    num_requests, num_rows, vocab_size = logits_BLV.shape
+    tempered_BLV = torch.empty(logits_BLV.shape, dtype=torch.float32, device=logits_BLV.device)
+    with torch.cuda.device_of(logits_BLV):
+        _temper_logits_kernel[(num_requests * num_rows, triton.cdiv(vocab_size, _TILE))](
+            logits_BLV.contiguous(),
+            temperature_B.contiguous(),
+            tempered_BLV,
+            num_rows,
+            vocab_size,
+            GREEDY_BELOW=GREEDY_BELOW,
+            LOWEST=LOWEST_TEMPERATURE,
+            TILE=_TILE,
+        )
+    return tempered_BLV
+
+
+def temper_logits(logits_BLV: Tensor, temperature_B: Tensor) -> Tensor:
+    """Divide logits by their requests' temperatures, in float32; rows of greedy requests stay what they are.
+
+    Args:
+        logits_BLV: any float dtype.
+        temperature_B: float.
+    """
+    if needs_gradient(logits_BLV):
+        return temper_logits_reference(logits_BLV, temperature_B)
+    run = choose("temper_logits", logits_BLV, temper_logits_reference, temper_logits_triton)
+    return run(logits_BLV, temperature_B)
 
 
 class TargetLogits(NamedTuple):
@@ -105,6 +163,8 @@ def target_logits(
     """
     num_rows = logits_BLV.shape[1]
 
+    truncates = max_top_k is None or max_top_k > 0 or any_top_p or any_min_p
+
     def of_chunk(requests: slice) -> TargetLogits:
         ruled = apply_token_rules(
             logits_BLV[requests],
@@ -113,6 +173,8 @@ def target_logits(
             None if rules is None else rules.of_requests(requests),
             max_chunk_bytes=max_chunk_bytes,
         )
+        if not truncates:
+            return TargetLogits(ruled.raw_BLV, temper_logits(ruled.ruled_BLV, temperature_B[requests]))
         processed_RV = process_logits(
             ruled.ruled_BLV.flatten(0, 1),
             temperature_R=temperature_B[requests].repeat_interleave(num_rows),
@@ -184,7 +246,7 @@ def process_logits(
         if setting.shape != (num_rows,):
             raise ShapeError(name, expected=[num_rows], found=setting.shape)
     is_greedy_R = rows_are_greedy(temperature_R)
-    z_RV = logits_RV.float() / temperature_divisor(temperature_R).unsqueeze(1)
+    z_RV = temper_logits(logits_RV.unsqueeze(1), temperature_R).squeeze(1)
     if any_min_p:
         z_RV = _apply_min_p_(z_RV, min_p_R.float().masked_fill(is_greedy_R, 0.0))
     if max_top_k is None or max_top_k > 0:

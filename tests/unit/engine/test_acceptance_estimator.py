@@ -123,6 +123,7 @@ def test_it_learns_the_rule_behind_the_blocks(has_head: bool) -> None:
     for _ in range(12 * STEPS_PER_UPDATE):
         features = 2 * torch.randn(8, 3, generator=generator)
         estimator.observe(features, torch.full((8,), 3), accepted_under(features, 1.5, 0.5, generator))
+        estimator.advance()
     assert estimator.slope.item() == pytest.approx(1.5, abs=0.15)
     assert estimator.intercept_K.tolist() == pytest.approx([0.5] * 3, abs=0.35)  # of the last 100 steps alone
 
@@ -135,6 +136,7 @@ def test_features_of_the_wrong_row_teach_something_else() -> None:
         features = 2 * torch.randn(8, 3, generator=generator)
         accepted = accepted_under(features, 1.5, 0.5, generator)
         estimator.observe(features.roll(1, dims=1), torch.full((8,), 3), accepted)
+        estimator.advance()
     assert estimator.slope.item() < 0.8
 
 
@@ -143,6 +145,7 @@ def test_coefficients_move_every_hundred_steps_and_shorter_blocks_count_for_thei
     for step in range(STEPS_PER_UPDATE):
         assert estimator.intercept_K.tolist() == [-0.2] * 4, step
         estimator.observe(FEATURES, JUDGED, ACCEPTED)
+        estimator.advance()
     assert -0.2 not in estimator.intercept_K[:2].tolist()
     assert estimator.intercept_K[2:].tolist() == [-0.2, -0.2]
     assert estimator.confidence(FEATURES).shape == (3, 2)

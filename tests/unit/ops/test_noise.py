@@ -221,3 +221,21 @@ def test_rows_made_in_chunks_have_the_bits_of_rows_made_together(
     for chunk in (1, 100, 5000):
         monkeypatch.setattr(noise, "_CPU_CHUNK", chunk)
         assert torch.equal(noise.gumbel_noise(seed_R, position_R, vocab_size, domain=noise.TARGET), together)
+
+
+@pytest.mark.parametrize("has_step", [False, True])
+@pytest.mark.parametrize(("B", "K", "C"), [(1, 1, 1), (3, 4, 5), (2, 3, 32)])
+def test_noise_of_candidates_is_the_vocabularys_at_their_positions(
+    kernel_device: torch.device, B: int, K: int, C: int, has_step: bool
+) -> None:
+    seed, step = torch.randint(-(2**62), 2**62, (B,)), torch.randint(0, 2**20, (B,)) if has_step else None
+    position, ids = torch.randint(0, 2**20, (B,)), torch.rand(B, K, 60).topk(C, dim=-1).indices
+    found = noise.candidate_gumbel(seed, step, position, ids, first=2, domain=noise.DRAFT)
+    for k in range(K):
+        row = noise.gumbel_noise(seed, position + 2 + k, 60, domain=noise.DRAFT, step_R=step)
+        assert torch.equal(found[:, k], row.gather(1, ids[:, k]))
+    there = [None if part is None else part.to(kernel_device) for part in (seed, step, position, ids)]
+    kernels = noise.candidate_gumbel_triton(*there, 2, noise.DRAFT).cpu()
+    # the logarithms of another library
+    torch.testing.assert_close(kernels, found, rtol=0, atol=1e-5)
+    assert (noise.candidate_gumbel_triton(*there, 3, noise.DRAFT).cpu() - found).abs().max() > 1e-3

@@ -389,3 +389,18 @@ def captured(run: Callable[[], TargetLogits]) -> Callable[[], TargetLogits]:
         return output
 
     return replay
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("B", "L", "V"), [(4, 1, 33), (5, 3, 70)])
+def test_the_kernel_divides_to_the_bit_as_the_reference_does(
+    kernel_device: torch.device, B: int, L: int, V: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target_distribution, "_TILE", 32)
+    logits = (torch.randn(B, L, V) * 9).to(dtype)
+    logits[0, 0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    temperature = torch.tensor([0.7, 0.0, 1e-6, 0.003, 1.3])[:B]
+    expected = target_distribution.temper_logits_reference(logits, temperature)
+    found = target_distribution.temper_logits_triton(logits.to(kernel_device), temperature.to(kernel_device)).cpu()
+    assert found.dtype == torch.float32 and torch.equal(found.nan_to_num(77.0), expected.nan_to_num(77.0))
+    assert torch.equal(expected[1], logits[1].float())

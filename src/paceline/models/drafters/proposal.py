@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from paceline.checkpoint.contract import DraftSampleMethod
-from paceline.ops.noise import DRAFT, TARGET, gumbel_from_hash, hash32, mix_step
+from paceline.ops.noise import DRAFT, TARGET, candidate_gumbel
 
 MAX_CANDIDATES = 32
 
@@ -59,8 +58,5 @@ class DraftSampling:
             ids_BKC: int64 target ids.
             first: which draft the first of these K positions is, from 0.
         """
-        keys_B = self.seed_B if self.is_coupled else mix_step(self.seed_B, self.step_B)
-        offsets_K = torch.arange(first, first + ids_BKC.shape[1], device=ids_BKC.device)
-        positions_BK1 = (self.position_B[:, None] + offsets_K)[:, :, None]
-        domain = TARGET if self.is_coupled else DRAFT
-        return gumbel_from_hash(hash32(keys_B[:, None, None], positions_BK1, ids_BKC, domain))
+        step_B, domain = (None, TARGET) if self.is_coupled else (self.step_B, DRAFT)
+        return candidate_gumbel(self.seed_B, step_B, self.position_B, ids_BKC, first=first, domain=domain)
