@@ -310,6 +310,7 @@ def paged_attention_triton(
     num_kv_heads, num_blocks, page_size = planes.shape[1], planes.shape[2], planes.shape[3]
     if not is_page(page_size):
         raise ShapeError("planes", expected="blocks of 16, 32, 64, ... positions", found=planes.shape)
+    assert planes.is_contiguous() and table.is_contiguous() and (tail is None or tail.is_contiguous()), "as caches are"
     group = N // num_kv_heads
     if launch is None:
         launch = choose_launch(T * group, H, planes.dtype)
@@ -334,11 +335,11 @@ def paged_attention_triton(
             q_BTNH,
             planes,
             table,
-            slots_B,
-            starts_B,
+            slots_B.contiguous(),
+            starts_B.contiguous(),
             planes if tail is None else tail,
-            starts_B if firsts_B is None else firsts_B,
-            q_BTNH if sink_N is None else sink_N,
+            starts_B if firsts_B is None else firsts_B.contiguous(),
+            q_BTNH if sink_N is None else sink_N.contiguous(),
             y_BTNH,
             sums,
             counters,
