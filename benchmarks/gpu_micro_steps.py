@@ -25,6 +25,7 @@ from paceline.ops.delta_attention import (
     verify_delta_reference,
 )
 from paceline.ops.delta_commit import commit_delta, commit_delta_reference
+from paceline.ops.delta_kernel import NO_STATE, DeltaTile, launch_delta
 from paceline.ops.finalise_block import finalise_block_triton
 from paceline.ops.top_k_tokens import top_k_tokens, top_k_tokens_reference
 from paceline.ops.verify_block import verify_block, verify_block_reference
@@ -33,6 +34,7 @@ from paceline.ops.vocab_statistics import vocab_statistics_triton
 VOCABULARY, DELTA = "vocabulary", "delta"
 VOCABULARIES = (49_152, 151_936)
 _BLOCK, _CANDIDATES = 16, 16
+TILES = tuple(DeltaTile(values, warps) for values, warps in ((8, 1), (16, 1), (32, 1), (16, 2), (32, 2), (64, 4)))
 _KEPT = 5  # rows that a commit takes in
 _OPERATIONS = 7  # per row and cell of a state: decay, read, correct, write, read again
 
@@ -157,6 +159,9 @@ def delta_cases(is_real: bool) -> Iterator[MicroCase]:
         yield MicroCase(
             DELTA, f"commit {sizes.num_layers} layers, batch {batch}", batch * _BLOCK, partial(_commit, step)
         )
+        for tile in TILES if is_real else ():
+            name = f"verify a layer, batch {batch}, {tile.values} values, {tile.warps} warps"
+            yield MicroCase(DELTA, name, batch * _BLOCK, partial(_verify_with, step, tile))
     sizes = DeltaSizes(4) if is_real else DeltaSizes(1, 2, 8)
     for name, run in (("kernel", delta_attention), ("chunks in torch", _in_chunks)):
         for rows in (512, 2048) if is_real else (40,):
@@ -230,6 +235,25 @@ def _verify(step: _DeltaStep, bench: Bench) -> Row:
     errors = [relative_error(*pair) / 1e-4 for pair in zip(own[:3], expected[:3], strict=True)]
     errors.append(relative_error(found_o, expected_o) / 5e-3)  # rounded to bf16
     return {**row, "error": max(errors), "allowed": 1.0}
+
+
+def _verify_with(step: _DeltaStep, tile: DeltaTile, bench: Bench) -> Row:
+    """Another cut of the heads than the library's own."""
+    inputs, gate, states, _, records, slots = step.on(bench)
+    sizes, cells = step.sizes, step.batch * _BLOCK * step.sizes.width
+    calls: list[Call] = [
+        partial(launch_delta, inputs, gate, states[layer], slots, None, records.layer(layer), NO_STATE, tile)
+        for layer in range(sizes.num_layers)
+    ]
+    row = bench.measure(
+        calls,
+        num_bytes=step.batch * sizes.state_bytes + cells * (5 * 2 + 3 * 4),
+        num_flops=_OPERATIONS * cells * sizes.head_size,
+        flops=FLOAT32_FLOPS,
+    )
+    found, expected = records.layer(0), DeltaRecords(*(torch.empty_like(part) for part in records.layer(0)))
+    verify_delta_reference(inputs, gate, states[0], slots, expected, "recurrent")
+    return {**row, "error": relative_error(found.correction_BTNV, expected.correction_BTNV), "allowed": 1e-4}
 
 
 def _commit(step: _DeltaStep, bench: Bench) -> Row:

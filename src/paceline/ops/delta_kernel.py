@@ -8,6 +8,8 @@ B requests, T rows, N heads, K key and V value channels, S slots.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,16 @@ from paceline.ops.delta_rows import NORM_EPS, DeltaGate, DeltaInputs
 from paceline.ops.dispatch import kernel, tl, triton
 
 NO_STATE, LAST_STATE, EVERY_STATE = 0, 1, 2
-_VALUE_BLOCK = 32  # value channels per program
+
+
+class DeltaTile(NamedTuple):
+    """How a head is shared: value channels per program, and its warps. It must not depend on requests or rows."""
+
+    values: int = 32
+    warps: int = 4
+
+
+_TILE = DeltaTile()
 
 
 @kernel
@@ -135,6 +146,7 @@ def launch_delta(
     lengths_B: Tensor | None,
     records: DeltaRecords | None,
     keeps: int,
+    tile: DeltaTile = _TILE,
 ) -> tuple[Tensor, Tensor]:
     """Launch one program per request, head and run of value channels.
 
@@ -146,18 +158,21 @@ def launch_delta(
         lengths_B: rows past them are left out; None: all count.
         records: one layer's, written in place; None: none are kept.
         keeps: NO_STATE, LAST_STATE ([B, N, K, V]) or EVERY_STATE ([B, T, N, K, V]).
+        tile: how a head is shared among programs.
     Returns:
         The outputs, and new states, float32, as `keeps` says, empty for NO_STATE.
     """
     num_requests, num_rows, num_heads, key_size = inputs.q_BTNK.shape
     value_size = inputs.v_BTNV.shape[3]
     fields = [_rows_inside(values) for values in inputs[:4]] + [_rows_inside(inputs.b_BTN.unsqueeze(-1))]
-    o_BTNV = torch.zeros(inputs.v_BTNV.shape, dtype=inputs.v_BTNV.dtype, device=states_SNKV.device)
+    # Rows past a length are left out by the kernel; without lengths every output is written.
+    new_outputs = torch.empty if lengths_B is None else torch.zeros
+    o_BTNV = new_outputs(inputs.v_BTNV.shape, dtype=inputs.v_BTNV.dtype, device=states_SNKV.device)
     shape = {NO_STATE: (0,), LAST_STATE: (num_requests,), EVERY_STATE: (num_requests, num_rows)}[keeps]
     new_states = states_SNKV.new_empty(*shape, num_heads, key_size, value_size, dtype=torch.float32)
     # Where there are no records, nothing is stored through these.
     correction, key, decay = (o_BTNV, o_BTNV, o_BTNV) if records is None else records[:3]
-    values = min(_VALUE_BLOCK, triton.next_power_of_2(value_size))
+    values = min(tile.values, triton.next_power_of_2(value_size))
     with torch.cuda.device_of(states_SNKV):
         _delta_kernel[num_requests, num_heads, triton.cdiv(value_size, values)](
             *fields,
@@ -193,6 +208,7 @@ def launch_delta(
             EVERY=EVERY_STATE,
             KEYS=triton.next_power_of_2(key_size),
             VALUES=values,
+            num_warps=tile.warps,
         )
     return o_BTNV, new_states
 
