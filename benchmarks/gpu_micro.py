@@ -1,4 +1,4 @@
-"""Where a step's time on a GPU can go: launches, library products, the vocabulary, recurrent state; and the ceilings.
+"""Where a step's time on a GPU can go: launches, products, the vocabulary, recurrent state, experts; and the ceilings.
 
     python -m benchmarks.gpu_micro --out docs/results
     python -m benchmarks.gpu_micro --parts ceilings launches
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from benchmarks.gpu_micro_clock import Bench, MicroCase, Row
 
 NAME = "gpu-micro"
-PARTS = ("ceilings", "launches", "products", "vocabulary", "delta")
+PARTS = ("ceilings", "launches", "products", "vocabulary", "delta", "experts")
 OTHER_SCRIPTS = {"attention": "benchmarks.gpu_attention", "layers": "benchmarks.gpu_layers"}
 _COLUMNS = ("part", "case", "size", "us", "floor_us", "ratio", "gb_per_s", "tflops", "error")
 
@@ -103,6 +103,10 @@ def cases_of(part: str, bench: Bench) -> Iterator[MicroCase]:
         from benchmarks.gpu_micro_products import ceiling_cases, product_cases
 
         return ceiling_cases() if part == "ceilings" else product_cases(bench.is_real)
+    if part == "experts":
+        from benchmarks.gpu_micro_experts import expert_cases
+
+        return expert_cases(bench.is_real)
     from benchmarks.gpu_micro_steps import delta_cases, vocabulary_cases
 
     return (vocabulary_cases if part == "vocabulary" else delta_cases)(bench.is_real)

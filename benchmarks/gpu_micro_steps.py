@@ -28,7 +28,7 @@ from paceline.ops.delta_commit import commit_delta, commit_delta_reference
 from paceline.ops.delta_kernel import NO_STATE, DeltaTile, launch_delta
 from paceline.ops.finalise_block import finalise_block_triton
 from paceline.ops.top_k_tokens import top_k_tokens, top_k_tokens_reference
-from paceline.ops.verify_block import verify_block, verify_block_reference
+from paceline.ops.verify_block import verify_block, verify_block_reference, verify_greedily_reference
 from paceline.ops.vocab_statistics import vocab_statistics_triton
 
 VOCABULARY, DELTA = "vocabulary", "delta"
@@ -44,8 +44,9 @@ def vocabulary_cases(is_real: bool) -> Iterator[MicroCase]:
     for vocab_size in VOCABULARIES if is_real else (96,):
         for batch in (1, 32) if is_real else (2,):
             block = _Blocks(batch, vocab_size)
-            for name, run in (("verification", _verification), ("statistics", _statistics), ("verdict", _verdict)):
-                if is_real or name == "verification":  # the other two are its kernels
+            runs = {"greedy verification": partial(_verification, is_greedy=True), "verification": _verification}
+            for name, run in {**runs, "statistics": _statistics, "verdict": _verdict}.items():
+                if is_real or name in runs:  # the other two are kernels
                     yield MicroCase(VOCABULARY, f"{name}, V {vocab_size}", batch * _BLOCK, partial(run, block))
             yield MicroCase(VOCABULARY, f"best {_CANDIDATES}, V {vocab_size}", batch * _BLOCK, partial(_best, block))
 
@@ -69,7 +70,11 @@ class _Blocks:
             device, batch = bench.device, self.batch
             shape = (bench.clock.copies(self.num_bytes), batch, _BLOCK, self.vocab_size)
             logits = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_().mul_(2.0)
-            candidates = logits[-1, :, :-1].float().topk(_CANDIDATES, dim=-1).indices
+            # Far above the others, and apart: among equal bf16 logits a reference may choose otherwise.
+            place = torch.arange(_CANDIDATES, device=device)
+            best = (torch.randint(self.vocab_size, (batch, _BLOCK, 1), device=device) + 5 * place) % self.vocab_size
+            logits.scatter_(-1, best.expand(shape[0], -1, -1, -1), (14.0 - place / 4).bfloat16().expand(*shape[:3], -1))
+            candidates = best[:, :-1].contiguous()
             log_q = torch.randn(candidates.shape, device=device).log_softmax(-1)
             chosen = torch.randint(_CANDIDATES, (batch, _BLOCK - 1, 1), device=device)
             drafts = candidates.gather(2, chosen).squeeze(2)
@@ -79,7 +84,7 @@ class _Blocks:
         return self._logits, self._settings
 
 
-def _verification(blocks: _Blocks, bench: Bench) -> Row:
+def _verification(blocks: _Blocks, bench: Bench, *, is_greedy: bool = False) -> Row:
     logits, (drafts, candidates, log_q, temperature, seed, position, step) = blocks.on(bench)
 
     def verify(rows: Tensor) -> object:
@@ -92,12 +97,16 @@ def _verification(blocks: _Blocks, bench: Bench) -> Row:
             step_B=step,
             candidate_ids_BKC=candidates,
             log_q_BKC=log_q,
+            all_greedy=is_greedy,
         )
 
     row = bench.measure([partial(verify, rows) for rows in logits], num_bytes=blocks.num_bytes)
     found = verify(logits[-1])
-    given = (drafts, logits[-1], candidates, log_q, temperature, seed, position, step, "standard")
-    expected = verify_block_reference(*given)
+    settings = (temperature, seed, position, step)
+    if is_greedy:
+        expected = verify_greedily_reference(drafts, logits[-1], *settings)
+    else:
+        expected = verify_block_reference(drafts, logits[-1], candidates, log_q, *settings, "standard")
     differs = torch.zeros(blocks.batch, dtype=torch.bool, device=bench.device)
     for name in ("accepted_B", "bonus_ids_B", "fault_B", "num_zero_q_B"):
         differs |= getattr(found, name) != getattr(expected, name)
