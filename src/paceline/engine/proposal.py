@@ -15,6 +15,7 @@ from torch import Tensor
 from paceline.checkpoint.contract import AuxHiddenStream, DraftSampleMethod, TargetLayerId
 from paceline.engine.attends import AttentionChoice, attend_block
 from paceline.engine.cache import KeyValueCache, Write
+from paceline.engine.side_stream import SideStream
 from paceline.engine.slots import SlotState
 from paceline.models.drafters.block_drafter import BlockDrafter
 from paceline.models.drafters.proposal import DraftSampling, Proposal
@@ -151,6 +152,7 @@ class BlockProposer:
         self.max_positions = min(contract.max_position_embeddings, drafter.backbone.position_table.shape[0])
         self.target_layer_ids = contract.target_layer_ids
         self.aux_hidden_stream: AuxHiddenStream = contract.aux_hidden_stream
+        self._side = SideStream(cache.planes.device)
 
     @property
     def cache(self) -> KeyValueCache:
@@ -158,7 +160,17 @@ class BlockProposer:
         return self._cache
 
     def write_context(self, rows: Rows, taps: Sequence[Tensor], positions_BT: Tensor) -> None:
-        """Project taps to keys and values of every drafter layer and store them beside the target's."""
+        """Project taps to keys and values of every drafter layer and store them beside the target's.
+
+        In a batched step that happens beside the head and the verification, which do not read them.
+        """
+        if rows.cells_BT is None:
+            self._write_context(rows, taps, positions_BT)
+            return
+        with self._side.forked(*taps, positions_BT, rows.cells_BT):
+            self._write_context(rows, taps, positions_BT)
+
+    def _write_context(self, rows: Rows, taps: Sequence[Tensor], positions_BT: Tensor) -> None:
         backbone = self._drafter.backbone
         features_BTD = backbone.context_features(taps)
         cache = self._cache
@@ -178,7 +190,8 @@ class BlockProposer:
             write(layer, k_BTMH, v_BTMH)
 
     def settle(self, rows: Rows, token_ids_BT: Tensor, ends_B: Tensor, next_ids_B: Tensor) -> None:
-        """Context keys depend on taps alone, so they are final as written."""
+        """Context keys depend on taps alone, so they are final as written; from here on they can be read."""
+        self._side.join()
 
     def propose(self, rows: Rows, state: SlotState, *, all_greedy: bool, num_drafts: int | None = None) -> Proposal:
         """One pass of the drafter over [anchor, mask, ...] of every request."""
