@@ -172,13 +172,12 @@ class BlockProposer:
 
     def _write_context(self, rows: Rows, taps: Sequence[Tensor], positions_BT: Tensor) -> None:
         backbone = self._drafter.backbone
-        features_BTD = backbone.context_features(taps)
         cache = self._cache
         rows_BT = rows.cells_BT
         if rows_BT is None and self._choice.is_batched:
             rows_BT = cache.tables.rows_of(rows.slots_B, positions_BT)
         if rows_BT is not None and backbone.is_stacked:
-            backbone.write_context(features_BTD, rows_BT, positions_BT, cache.planes)
+            backbone.write_taps(taps, rows_BT, positions_BT, cache.planes)
             return
         if rows_BT is not None:
             write: Write = partial(cache.write_batch, cells=cache.cells_to_write(rows_BT))
@@ -186,6 +185,7 @@ class BlockProposer:
             write = cache.writer(rows.slots, rows.starts, rows.num_rows)
         # A request beyond the drafter's positions drafts no more; its rows are written only to keep the batch uniform.
         turned_as_BT = positions_BT.clamp(max=self.max_positions - 1)
+        features_BTD = backbone.context_features(taps)
         for layer, (k_BTMH, v_BTMH) in enumerate(backbone.context_kv(features_BTD, turned_as_BT)):
             write(layer, k_BTMH, v_BTMH)
 

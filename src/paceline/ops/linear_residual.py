@@ -206,14 +206,17 @@ def linear_residual(
 def linear_residual_scaled(
     x_TI: Tensor,
     weight_OI: Tensor,
-    residual_TO: Tensor,
+    residual_TO: Tensor | None,
     gain_O: Tensor,
     *,
     bias_O: Tensor | None = None,
     tile: Tile | None = None,
     counters: Tensor | None = None,
 ) -> ScaledRows:
-    """`linear_residual`, and the sum prepared for the norm that comes next, whose gain, of any float dtype, this is."""
+    """`linear_residual`, and the sum prepared for the norm that comes next, whose gain, of any float dtype, this is.
+
+    Without a residual stream it is the product alone that is prepared.
+    """
     if gain_O.shape != weight_OI.shape[:1]:
         raise ShapeError("gain", expected=weight_OI.shape[:1], found=gain_O.shape)
     rows = _add(x_TI, weight_OI, bias_O, residual_TO, gain_O, tile, counters)
@@ -225,13 +228,13 @@ def _add(
     x_TI: Tensor,
     weight_OI: Tensor,
     bias_O: Tensor | None,
-    residual_TO: Tensor,
+    residual_TO: Tensor | None,
     gain_O: Tensor | None,
     tile: Tile | None,
     counters: Tensor | None,
 ) -> Tensor | ScaledRows:
     check_product(x_TI, weight_OI, bias_O)
-    if residual_TO.shape != (x_TI.shape[0], weight_OI.shape[0]):
+    if residual_TO is not None and residual_TO.shape != (x_TI.shape[0], weight_OI.shape[0]):
         raise ShapeError("residual", expected=[x_TI.shape[0], weight_OI.shape[0]], found=residual_TO.shape)
     given = x_TI, None, weight_OI, bias_O, residual_TO, gain_O, 0.0
     run = choose("linear_residual", x_TI, linear_residual_reference, linear_residual_triton)

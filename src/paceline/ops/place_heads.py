@@ -46,8 +46,8 @@ def _place_heads_kernel(
     USE_PDL: tl.constexpr,
 ) -> None:
     if USE_PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     HALF: tl.constexpr = HEAD_SIZE // 2
     ALL_HEADS: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
     row = tl.program_id(0).to(tl.int64)

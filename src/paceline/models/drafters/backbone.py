@@ -30,9 +30,13 @@ from paceline.models.layers import (
 )
 from paceline.models.positions import position_table
 from paceline.ops.context_kv import write_context_kv
+from paceline.ops.dispatch import needs_gradient
+from paceline.ops.linear_residual import linear_residual_scaled, norm_linear
+from paceline.ops.norm_taps import norm_taps
 from paceline.ops.paged_attention import PagedAttend
 from paceline.ops.rms_norm import rms_norm
 from paceline.ops.rotary import expand_rotary, turn_heads
+from paceline.ops.skinny_product import LARGEST_ROWS
 
 
 class ContextAttention(Protocol):
@@ -91,10 +95,15 @@ class DrafterBackbone(nn.Module):
         self._stacked_kv: Linear | None = None
         self._stacked_k_gain: Tensor  # float32 [layers, 1, H], set beside it
         self._fused: list[FusedLayer] = []
+        self._tap_gains_KD: Tensor | None = None  # copies of the taps' norms, for fused arithmetic
 
     def set_mode(self, mode: LinearMode) -> None:
-        """Gather the layers' fused forms; they come before the whole."""
+        """Gather the layers' fused forms, which come before the whole, and the gains of the taps."""
         self._fused = fused_layers(self.layers, mode)
+        self._tap_gains_KD = None
+        if mode == "fused" and self.contract.has_tap_norm:
+            gains: list[Tensor] = [cast(RMSNorm, norm).weight for norm in self.fc_norm]
+            self._tap_gains_KD = torch.stack(gains).detach()
 
     @property
     def cache_shape(self) -> tuple[int, int]:
@@ -110,12 +119,18 @@ class DrafterBackbone(nn.Module):
         Returns:
             [..., D]: hidden_norm(fc(concatenation of the normalised taps)).
         """
-        dtype = self.fc.weight.dtype
+        features: Tensor = self.hidden_norm(self.fc(self._joined(taps)))
+        return features
+
+    def _joined(self, taps: Sequence[Tensor]) -> Tensor:
+        """The concatenation of the normalised taps."""
+        dtype, eps = self.fc.weight.dtype, self.contract.rms_norm_eps
+        if self._tap_gains_KD is not None and not needs_gradient(*taps, self.fc.weight):
+            return norm_taps(taps, self._tap_gains_KD, eps=eps)
         streams = [tap.to(dtype) for tap in taps]
         if self.contract.has_tap_norm:
             streams = [norm(stream) for norm, stream in zip(self.fc_norm, streams, strict=True)]
-        features: Tensor = self.hidden_norm(self.fc(torch.cat(streams, dim=-1)))
-        return features
+        return torch.cat(streams, dim=-1)
 
     def context_kv(self, features: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of context positions, for every layer.
@@ -159,8 +174,27 @@ class DrafterBackbone(nn.Module):
             planes: [layers, 2, M, blocks, block_size, H], written in place.
         """
         assert self._stacked_kv is not None, "the caller asks `is_stacked`"
+        self._write(self._stacked_kv(features_BTD).flatten(0, 1), rows_BT, positions_BT, planes)
+
+    def write_taps(self, taps: Sequence[Tensor], rows_BT: Tensor, positions_BT: Tensor, planes: Tensor) -> None:
+        """`context_features` and `write_context`; where both are fused, few rows take four launches."""
+        stacked = self._stacked_kv
+        assert stacked is not None, "the caller asks `is_stacked`"
+        if not self._fused or rows_BT.numel() > LARGEST_ROWS:
+            self.write_context(self.context_features(taps), rows_BT, positions_BT, planes)
+            return
+        joined_RX = self._joined(taps).flatten(0, 1)
+        counters = self._fused[0].counters
+        rows = linear_residual_scaled(
+            joined_RX, self.fc.weight, None, self.hidden_norm.weight, bias_O=self.fc.bias, counters=counters
+        )
+        eps = self.hidden_norm.eps
+        kv_RX = norm_linear(rows, stacked.weight, eps=eps, bias_O=stacked.bias, counters=counters)
+        self._write(kv_RX, rows_BT, positions_BT, planes)
+
+    def _write(self, kv_RX: Tensor, rows_BT: Tensor, positions_BT: Tensor, planes: Tensor) -> None:
         write_context_kv(
-            self._stacked_kv(features_BTD).flatten(0, 1).unflatten(-1, (len(self.layers), -1)),
+            kv_RX.unflatten(-1, (len(self.layers), -1)),
             self._stacked_k_gain.squeeze(1),
             self.position_table,
             positions_BT.flatten(),

@@ -173,6 +173,23 @@ def test_the_stacked_context_product_agrees_with_one_per_layer(attention_bias: b
     assert set(drafter.checkpoint_parameters()) == names  # the stack is never written to a file
 
 
+@pytest.mark.parametrize("has_tap_norm", [True, False])
+@pytest.mark.parametrize("num_rows", [5, 70])
+@torch.no_grad()
+def test_fused_taps_are_written_as_features_are(has_tap_norm: bool, num_rows: int) -> None:
+    drafter = tiny_drafter(has_tap_norm=has_tap_norm)
+    backbone, taps = drafter.backbone, [torch.randn(1, num_rows, 24) * 3 for _ in range(2)]
+    rows, positions = torch.randperm(80)[None, :num_rows], torch.arange(num_rows)[None] + 3
+    found = []
+    for mode in ("plain", "fused"):
+        planes = torch.full((len(backbone.layers), 2, 2, 10, 8, 8), 9.0)
+        backbone.prepare_for_serving(mode)  # type: ignore[arg-type]
+        backbone.write_taps(taps, rows, positions, planes)
+        found.append(planes)
+    assert (found[0] != 9.0).any()
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+
+
 @torch.no_grad()
 def test_row_invariant_serving_gives_a_position_the_same_keys_in_any_chunk() -> None:
     drafter = tiny_drafter()

@@ -1,0 +1,92 @@
+"""The taps of a drafter side by side, each normed on its own, in one launch.
+
+    y[t, k * D : (k + 1) * D] = tap_k[t] / sqrt(mean(tap_k[t]^2) + eps) * gain[k]
+
+Rounded once. T rows, K taps, D width of a tap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.errors import ShapeError
+from paceline.ops.dispatch import choose, dependent_launch, kernel, tl, triton
+from paceline.ops.rms_norm import rms_norm_reference
+
+
+def norm_taps_reference(taps: Sequence[Tensor], gain_KD: Tensor, eps: float) -> Tensor:
+    """The definition."""
+    normed = [rms_norm_reference(tap.to(gain_KD.dtype), gain, eps) for tap, gain in zip(taps, gain_KD, strict=True)]
+    return torch.cat(normed, dim=-1)
+
+
+@kernel
+def _norm_taps_kernel(
+    tap_ptrs: tl.tuple,
+    gain_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    width: tl.tensor,
+    eps: tl.tensor,
+    NUM_TAPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    USE_PDL: tl.constexpr,
+) -> None:
+    row, tap = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    dtype = y_ptr.dtype.element_ty
+    x = tl.zeros([BLOCK], dtype=tl.float32)
+    for index in tl.static_range(NUM_TAPS):
+        if tap == index:
+            x = tl.load(tap_ptrs[index] + row * width + column, mask=inside, other=0.0).to(dtype).to(tl.float32)
+    gain = tl.load(gain_ptr + tap * width + column, mask=inside, other=0.0).to(tl.float32)
+    y = x * tl.rsqrt(tl.sum(x * x, axis=0) / width + eps) * gain
+    tl.store(y_ptr + (row * NUM_TAPS + tap) * width + column, y.to(dtype), mask=inside)
+
+
+def norm_taps_triton(taps: Sequence[Tensor], gain_KD: Tensor, eps: float) -> Tensor:
+    """Launch one program per row and tap."""
+    num_taps, width = gain_KD.shape
+    num_rows = taps[0].numel() // width
+    y = torch.empty((*taps[0].shape[:-1], num_taps * width), dtype=gain_KD.dtype, device=gain_KD.device)
+    with torch.cuda.device_of(y):
+        _norm_taps_kernel[num_rows, num_taps](
+            tuple(tap.contiguous() for tap in taps),
+            gain_KD,
+            y,
+            width,
+            eps,
+            NUM_TAPS=num_taps,
+            BLOCK=triton.next_power_of_2(width),
+            USE_PDL=dependent_launch(),
+            launch_pdl=dependent_launch(),
+        )
+    return y
+
+
+def norm_taps(taps: Sequence[Tensor], gain_KD: Tensor, *, eps: float) -> Tensor:
+    """Norm each tap and lay them side by side.
+
+    Args:
+        taps: K of [..., D], any float dtype.
+        gain_KD: of their norms, contiguous, in the result's dtype.
+        eps: added to each mean square.
+    Returns:
+        [..., K * D].
+    Raises:
+        ShapeError: the tensors do not fit each other.
+    """
+    if len(taps) != gain_KD.shape[0]:
+        raise ShapeError("gain", expected=f"[{len(taps)}, D]", found=gain_KD.shape)
+    for tap in taps:
+        if tap.shape != (*taps[0].shape[:-1], gain_KD.shape[1]):
+            raise ShapeError("tap", expected=[*taps[0].shape[:-1], gain_KD.shape[1]], found=tap.shape)
+    if taps[0].numel() == 0:
+        return norm_taps_reference(taps, gain_KD, eps)
+    return choose("norm_taps", gain_KD, norm_taps_reference, norm_taps_triton)(taps, gain_KD, eps)
