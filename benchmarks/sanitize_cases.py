@@ -207,13 +207,14 @@ def _latent(device: torch.device) -> Iterator[Case]:
     block_size, width, value_size = 16, 20, 12
     starts = torch.tensor([70, 0, 33], device=device)
     order = torch.randperm(15, device=device)
+    slots = torch.tensor([2, 0, 3], device=device)
     for dtype, allowed in dtypes(device, multiplies=True):
         planes = torch.full((16, block_size, 1, width), torch.nan, dtype=dtype, device=device)
-        table = torch.zeros(3, 5, dtype=torch.int32, device=device)
+        table = torch.zeros(4, 5, dtype=torch.int32, device=device)
         for request, start in enumerate(starts.tolist()):
             for index in range(-(-(start + 3) // block_size)):
                 block = 1 + int(order[5 * request + index])
-                table[request, index] = block
+                table[slots[request], index] = block
                 planes[block] = random(device, block_size, 1, width, dtype=dtype)
         q = random(device, 3, 3, 2, width, dtype=dtype)
         for parts in (1, 4):
@@ -221,7 +222,7 @@ def _latent(device: torch.device) -> Iterator[Case]:
             def launch(*arguments: Any, num_parts: int = parts) -> Tensor:
                 return paged_latent_attention_triton(*arguments, num_parts=num_parts)
 
-            arguments = (q, planes, table, starts, value_size, 0.3)
+            arguments = (q, planes, table, slots, starts, value_size, 0.3)
             yield (
                 f"paged_latent_attention, {parts} parts, {dtype}",
                 partial(compared, paged_latent_attention_reference, launch, arguments, allowed),

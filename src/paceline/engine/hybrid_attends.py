@@ -88,20 +88,25 @@ class LatentBatched:
         slots_B: int64, one per request.
         starts_B: int64, positions of their first rows.
         num_rows: T.
+        cells_BT: int64, physical rows that the rows go to; None looks them up.
     """
 
-    def __init__(self, cache: LatentCache, slots_B: Tensor, starts_B: Tensor, num_rows: int) -> None:
-        self._cache, self._starts_B = cache, starts_B
-        positions_BT = starts_B.unsqueeze(1) + torch.arange(num_rows, device=starts_B.device)
-        self._write = cache.writer(cache.tables.rows_of(slots_B, positions_BT))
-        self._table_BJ = cache.tables.table[slots_B]
+    def __init__(
+        self, cache: LatentCache, slots_B: Tensor, starts_B: Tensor, num_rows: int, cells_BT: Tensor | None = None
+    ) -> None:
+        self._cache, self._slots_B, self._starts_B = cache, slots_B, starts_B
+        if cells_BT is None:
+            positions_BT = starts_B.unsqueeze(1) + torch.arange(num_rows, device=starts_B.device)
+            cells_BT = cache.tables.rows_of(slots_B, positions_BT)
+        self._write = cache.writer(cells_BT)
 
     def __call__(self, place: int, q_BTNQ: Tensor, rows_BTX: Tensor, heads: LatentHeads) -> Tensor:
         self._write(place, rows_BTX)
         mixed_BTNR = paged_latent_attention(
             heads.absorb(q_BTNQ),
             self._cache.paged(place),
-            self._table_BJ,
+            self._cache.tables.table,
+            self._slots_B,
             self._starts_B,
             value_size=heads.latent_size,
             scale=heads.scale,
@@ -194,6 +199,7 @@ def attend_hybrid(
     starts_B: Tensor,
     num_rows: int,
     all_count: bool,
+    cells_BT: Tensor | None = None,
 ) -> HybridPass:
     """Attention of one pass.
 
@@ -206,10 +212,11 @@ def attend_hybrid(
         starts_B: int64, positions of the first rows.
         num_rows: T.
         all_count: no row can be refused, as in a prompt.
+        cells_BT: int64, physical rows that the rows go to, where they were looked up already.
     """
     latent: LatentForm
     if is_batched:
-        latent = LatentBatched(cache.latents, slots_B, starts_B, num_rows)
+        latent = LatentBatched(cache.latents, slots_B, starts_B, num_rows, cells_BT)
     else:
         starts = [int(start) for start in starts_B.tolist()]
         latent = LatentPerRequest(cache.latents, slots, starts, num_rows, is_row_invariant=is_row_invariant)

@@ -44,6 +44,7 @@ def attend_rows(cache: TargetCache, choice: AttentionChoice, rows: Rows, *, all_
             starts_B=rows.starts_B,
             num_rows=rows.num_rows,
             all_count=all_count,
+            cells_BT=rows.cells_BT,
         )
     return write_then_attend(
         cache,

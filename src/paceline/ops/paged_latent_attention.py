@@ -2,12 +2,15 @@
 `multi_head_latent_attention.absorbed_latent_attention`, found through a table.
 
     mixed[b, t, n] = sum over s <= starts[b] + t of softmax_s(scale q[b, t, n] . row(b, s)) row(b, s)[: R]
-    row(b, s)      = planes[table[b, s // block_size], s % block_size]
+    row(b, s)      = planes[table[slots[b], s // block_size], s % block_size]
 
 The kernel packs all heads and rows of a request into tiles that read each cached row once, and splits long contexts
-among programs. What a table names past the last row of the step is never used, so free blocks may hold NaN.
+among programs. A second launch joins the parts: with 512 channels they are too many sums for the last program to
+arrive, which would read them alone. What a table names past the last row of the step is never used, so free blocks may
+hold NaN.
 
-B requests, T rows, N heads, X channels of a cached row, R of them values, J blocks of a table, P parts of a context.
+B requests, T rows, N heads, X channels of a cached row, R of them values, J blocks of a table, S slots, P parts of a
+context.
 """
 
 from __future__ import annotations
@@ -27,14 +30,20 @@ _MOST_PARTS = 16
 
 
 def paged_latent_attention_reference(
-    q_BTNX: Tensor, planes: Tensor, table_BJ: Tensor, starts_B: Tensor, value_size: int, scale: float
+    q_BTNX: Tensor,
+    planes: Tensor,
+    table_SJ: Tensor,
+    slots_B: Tensor,
+    starts_B: Tensor,
+    value_size: int,
+    scale: float,
 ) -> Tensor:
     """The definition: gathers the longest context of the batch, in float32."""
     num_rows, block_size = q_BTNX.shape[1], planes.shape[1]
     device = q_BTNX.device
     ends_BT = starts_B.unsqueeze(1) + torch.arange(1, num_rows + 1, device=device)
     position_S = torch.arange(int(ends_BT.max()), device=device)
-    rows_BS = table_BJ[:, position_S // block_size].long() * block_size + position_S % block_size
+    rows_BS = table_SJ[slots_B][:, position_S // block_size].long() * block_size + position_S % block_size
     is_used_BS = position_S < ends_BT[:, -1:]
     # Not only masked in the scores: 0 * NaN is NaN in the sum of values.
     latents_BSX = widen(planes.flatten(0, 2)[rows_BS]).masked_fill(~is_used_BS.unsqueeze(-1), 0.0)
@@ -49,6 +58,7 @@ def _paged_latent_attention_kernel(
     q_ptr: tl.tensor,
     planes_ptr: tl.tensor,
     table_ptr: tl.tensor,
+    slot_ptr: tl.tensor,
     start_ptr: tl.tensor,
     mixed_ptr: tl.tensor,
     largest_ptr: tl.tensor,
@@ -76,6 +86,7 @@ def _paged_latent_attention_kernel(
     q_at = q_ptr + (request * num_query_rows + query[:, None]) * width
     q = tl.load(q_at + latent_at[None, :], mask=is_query[:, None] & is_latent[None, :], other=0.0)
     start = tl.load(start_ptr + request)
+    table_at = table_ptr + tl.load(slot_ptr + request) * table_stride
     last = start + query // num_heads  # the last position that a row sees
     num_keys = start + num_rows
     num_tiles = tl.cdiv(num_keys, KEYS)
@@ -89,7 +100,7 @@ def _paged_latent_attention_kernel(
     for tile in range(first_tile, end_tile):
         position = tile * KEYS + tl.arange(0, KEYS)
         is_used = position < num_keys
-        block = tl.load(table_ptr + request * table_stride + position // block_size, mask=is_used, other=0).to(tl.int64)
+        block = tl.load(table_at + position // block_size, mask=is_used, other=0).to(tl.int64)
         row_at = planes_ptr + (block * block_size + position % block_size)[:, None] * width
         latent = tl.load(row_at + latent_at[None, :], mask=is_used[:, None] & is_latent[None, :], other=0.0)
         score = tl.dot(q, tl.trans(latent), input_precision="ieee")
@@ -156,7 +167,8 @@ def _choose_parts(num_programs: int, most_tiles: int) -> int:
 def paged_latent_attention_triton(
     q_BTNX: Tensor,
     planes: Tensor,
-    table_BJ: Tensor,
+    table_SJ: Tensor,
+    slots_B: Tensor,
     starts_B: Tensor,
     value_size: int,
     scale: float,
@@ -168,7 +180,7 @@ def paged_latent_attention_triton(
     queries = _QUERY_TILE if num_query_rows > _FEWEST else _FEWEST
     num_tiles = triton.cdiv(num_query_rows, queries)
     if num_parts is None:
-        most_keys = table_BJ.shape[1] * planes.shape[1]
+        most_keys = table_SJ.shape[1] * planes.shape[1]
         num_parts = _choose_parts(num_requests * num_tiles, most_keys // _KEY_TILE)
     latent = max(_FEWEST, triton.next_power_of_2(value_size))
     shape = (num_requests, num_parts, num_query_rows)
@@ -183,7 +195,8 @@ def paged_latent_attention_triton(
         _paged_latent_attention_kernel[num_requests, num_tiles, num_parts](
             q_BTNX.contiguous(),
             planes,
-            table_BJ,
+            table_SJ,
+            slots_B.contiguous(),
             starts_B.contiguous(),
             parts,
             *statistics,
@@ -193,7 +206,7 @@ def paged_latent_attention_triton(
             value_size,
             width,
             planes.shape[1],
-            table_BJ.stride(0),
+            table_SJ.stride(0),
             scale,
             PARTS=num_parts,
             HAS_SHARED=width > value_size,
@@ -212,14 +225,22 @@ def paged_latent_attention_triton(
 
 
 def paged_latent_attention(
-    q_BTNX: Tensor, planes: Tensor, table_BJ: Tensor, starts_B: Tensor, *, value_size: int, scale: float
+    q_BTNX: Tensor,
+    planes: Tensor,
+    table_SJ: Tensor,
+    slots_B: Tensor,
+    starts_B: Tensor,
+    *,
+    value_size: int,
+    scale: float,
 ) -> Tensor:
     """Attend over paged rows; row t of a request sees its positions 0 to start + t.
 
     Args:
         q_BTNX: queries from `absorb_queries`, not scaled.
         planes: [num_blocks, block_size, 1, X] in the same dtype, contiguous; the rows of the step are written already.
-        table_BJ: int32, which block holds which positions.
+        table_SJ: int32, which block holds which positions of a slot.
+        slots_B: int64, rows of the table.
         starts_B: int64, how many positions came before the step.
         value_size: R.
         scale: of the scores: (P + R')^-1/2 of the explicit queries.
@@ -231,13 +252,14 @@ def paged_latent_attention(
     num_requests, width = q_BTNX.shape[0], q_BTNX.shape[3]
     if planes.dim() != 4 or planes.shape[2:] != (1, width):
         raise ShapeError("planes", expected=f"[num_blocks, block_size, 1, {width}]", found=planes.shape)
-    if table_BJ.shape[0] != num_requests:
-        raise ShapeError("table", expected=f"[{num_requests}, J]", found=table_BJ.shape)
-    if starts_B.shape != (num_requests,):
-        raise ShapeError("starts", expected=[num_requests], found=starts_B.shape)
+    if table_SJ.dim() != 2:
+        raise ShapeError("table", expected="[S, J]", found=table_SJ.shape)
+    for name, numbers in (("slots", slots_B), ("starts", starts_B)):
+        if numbers.shape != (num_requests,):
+            raise ShapeError(name, expected=[num_requests], found=numbers.shape)
     if not 0 < value_size <= width:
         raise ShapeError("planes", expected=f"rows of at least {value_size} channels, and no fewer", found=planes.shape)
     if q_BTNX.numel() == 0:
         return q_BTNX[..., :value_size].clone()
     run = choose("paged_latent_attention", q_BTNX, paged_latent_attention_reference, paged_latent_attention_triton)
-    return run(q_BTNX, planes, table_BJ, starts_B, value_size, scale)
+    return run(q_BTNX, planes, table_SJ, slots_B, starts_B, value_size, scale)

@@ -23,7 +23,8 @@ class Case(NamedTuple):
 
     q_BTNX: Tensor
     planes: Tensor
-    table_BJ: Tensor
+    table_SJ: Tensor
+    slots_B: Tensor
     starts_B: Tensor
     texts: list[Tensor]  # each request's rows, contiguous, those of the step included
 
@@ -37,24 +38,25 @@ def make_case(
     order = (torch.randperm(num_blocks - 1) + 1).tolist()
     planes = torch.full((num_blocks, block_size, 1, width), torch.nan)
     planes[0] = 0.0  # the trash block stays finite
-    table = torch.zeros(len(starts), num_columns, dtype=torch.int32)
+    slots = (torch.randperm(len(starts) + 2)[: len(starts)]).tolist()
+    table = torch.zeros(len(starts) + 3, num_columns, dtype=torch.int32)
     texts = []
     for request, start in enumerate(starts):
         text = torch.randn(start + num_rows, width).to(dtype)
         for first in range(0, len(text), block_size):
             block = order.pop()
-            table[request, first // block_size] = block
+            table[slots[request], first // block_size] = block
             rows = text[first : first + block_size]
             planes[block, : len(rows), 0] = rows.float()
         texts.append(text)
     q = torch.randn(len(starts), num_rows, num_heads, width).to(dtype)
-    return Case(q, planes.to(dtype), table, torch.tensor(starts), texts)
+    return Case(q, planes.to(dtype), table, torch.tensor(slots), torch.tensor(starts), texts)
 
 
 @pytest.mark.parametrize(("num_rows", "block_size"), [(1, 4), (5, 4), (3, 16)])
 def test_the_reference_agrees_with_contiguous_rows(num_rows: int, block_size: int) -> None:
     case = make_case([0, 13, 6], num_rows, 3, 7, block_size)
-    found = paged_latent_attention(*case[:4], value_size=5, scale=0.4)
+    found = paged_latent_attention(*case[:5], value_size=5, scale=0.4)
     assert found.shape == (3, num_rows, 3, 5)
     for request, text in enumerate(case.texts):
         visible = torch.ones(num_rows, len(text), dtype=torch.bool).tril(len(text) - num_rows)
@@ -64,30 +66,32 @@ def test_the_reference_agrees_with_contiguous_rows(num_rows: int, block_size: in
 
 def test_a_table_read_one_block_off_is_seen() -> None:
     case = make_case([9], 2, 2, 6, 4)
-    expected = paged_latent_attention(*case[:4], value_size=4, scale=0.4)
-    swapped = case.table_BJ.clone()
-    swapped[:, :2] = case.table_BJ[:, :2].flip(1)
-    found = paged_latent_attention(case.q_BTNX, case.planes, swapped, case.starts_B, value_size=4, scale=0.4)
+    expected = paged_latent_attention(*case[:5], value_size=4, scale=0.4)
+    swapped = case.table_SJ.clone()
+    swapped[:, :2] = case.table_SJ[:, :2].flip(1)
+    there = (case.slots_B, case.starts_B)
+    found = paged_latent_attention(case.q_BTNX, case.planes, swapped, *there, value_size=4, scale=0.4)
     torch.testing.assert_close(found, expected)  # without positions, whole blocks in another order are the same text
     swapped[:, 0] = 0
-    found = paged_latent_attention(case.q_BTNX, case.planes, swapped, case.starts_B, value_size=4, scale=0.4)
+    found = paged_latent_attention(case.q_BTNX, case.planes, swapped, *there, value_size=4, scale=0.4)
     assert (found - expected).abs().max() > 0.01
 
 
 def test_what_does_not_fit_is_refused() -> None:
     case = make_case([3, 2], 1, 2, 6, 4)
-    q, planes, table, starts, _ = case
+    q, planes, table, slots, starts, _ = case
     for arguments, message in (
-        ((q, planes[:, :, 0], table, starts), "planes has shape"),
-        ((q, planes[..., :5], table, starts), r"expected \[num_blocks, block_size, 1, 6\]"),
-        ((q, planes, table[:1], starts), "table has shape"),
-        ((q, planes, table, starts[:1]), "starts has shape"),
+        ((q, planes[:, :, 0], table, slots, starts), "planes has shape"),
+        ((q, planes[..., :5], table, slots, starts), r"expected \[num_blocks, block_size, 1, 6\]"),
+        ((q, planes, table[0], slots, starts), "table has shape"),
+        ((q, planes, table, slots[:1], starts), "slots has shape"),
+        ((q, planes, table, slots, starts[:1]), "starts has shape"),
     ):
         with pytest.raises(ShapeError, match=message):
             paged_latent_attention(*arguments, value_size=4, scale=1.0)
     with pytest.raises(ShapeError, match="at least 7 channels"):
-        paged_latent_attention(q, planes, table, starts, value_size=7, scale=1.0)
-    assert paged_latent_attention(q[:0], planes, table[:0], starts[:0], value_size=4, scale=1.0).shape == (0, 1, 2, 4)
+        paged_latent_attention(q, planes, table, slots, starts, value_size=7, scale=1.0)
+    assert paged_latent_attention(q[:0], planes, table, slots[:0], starts[:0], value_size=4, scale=1.0).shape[0] == 0
 
 
 @pytest.mark.parametrize("is_wide", [True, False])
@@ -116,8 +120,8 @@ def test_the_kernel_agrees_with_the_reference(
     narrow = torch.float16 if kernel_device.type == "cpu" else torch.bfloat16
     dtype = torch.float32 if is_wide else narrow
     case = make_case(starts, num_rows, num_heads, width, block_size, dtype)
-    expected = paged_latent_attention_reference(*case[:4], value_size, 0.3)
-    there = [t.to(kernel_device) for t in case[:4]]
+    expected = paged_latent_attention_reference(*case[:5], value_size, 0.3)
+    there = [t.to(kernel_device) for t in case[:5]]
     found = paged_latent_attention_triton(*there, value_size, 0.3, num_parts)
     assert found.dtype == dtype and found.shape == expected.shape
     tolerance = 1e-5 if dtype == torch.float32 else 2**-6
