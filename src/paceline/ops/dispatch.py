@@ -7,6 +7,7 @@ business (`TRITON_INTERPRET`, read when it is first imported).
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 from collections.abc import Callable
@@ -83,13 +84,21 @@ def allow_dependent_launch(is_allowed: bool) -> None:
 def dependent_launch() -> bool:
     """Whether kernels that can are launched while the one ahead of them still runs (`launch_pdl`, `USE_PDL`).
 
-    Such a kernel calls `tl.extra.cuda.gdc_wait()` before it reads anything that the one ahead wrote, and before it
-    writes at all. It calls `gdc_launch_dependents()` after that wait: so whoever runs early knows that everything but
-    the last kernel has ended, and may read what is older before its own wait. Never while Triton interprets.
+    Such a kernel calls `tl.extra.cuda.gdc_launch_dependents()` first of all, and `gdc_wait()` before it writes, and
+    before it reads what any kernel of the kind wrote. Many of them may be resident at once, each waiting for the one
+    ahead; a kernel of another kind, such as torch's, ends before the next begins. So weights, tables, rows of a step
+    and keys of earlier passes may be read before the wait where two kernels of another kind lie between. Never while
+    Triton interprets.
     """
-    if not (_is_dependent_launch_allowed and HAS_TRITON) or triton.knobs.runtime.interpret:
+    return _is_dependent_launch_allowed and _can_launch_early()
+
+
+@functools.cache
+def _can_launch_early() -> bool:
+    """Asked at every launch of a kernel, and the same for all."""
+    if not HAS_TRITON or triton.knobs.runtime.interpret or not torch.cuda.is_available():
         return False
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= _LEAST_CAPABILITY
+    return torch.cuda.get_device_capability() >= _LEAST_CAPABILITY
 
 
 def _report(name: str, device: str, version: str) -> None:

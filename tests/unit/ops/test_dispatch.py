@@ -87,8 +87,10 @@ def test_kernels_run_into_each_other_only_where_allowed_and_possible(
     monkeypatch.setattr(dispatch, "triton", knobs)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    dispatch._can_launch_early.cache_clear()
     dispatch.allow_dependent_launch(is_allowed)
     assert dispatch.dependent_launch() is expected
+    dispatch._can_launch_early.cache_clear()
 
 
 WITHOUT_TRITON = """
