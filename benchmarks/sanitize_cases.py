@@ -19,7 +19,12 @@ from paceline.ops import grouped_convolution as grouped
 from paceline.ops import mixture_of_experts as experts
 from paceline.ops.delta_commit import CommitInto, DeltaRecords, commit_delta_reference, commit_delta_triton
 from paceline.ops.gated_activation import Activation, gated_activation_reference, gated_activation_triton
-from paceline.ops.gated_rms_norm import gated_rms_norm_reference, gated_rms_norm_triton
+from paceline.ops.gated_rms_norm import (
+    gate_by_sigmoid_reference,
+    gate_by_sigmoid_triton,
+    gated_rms_norm_reference,
+    gated_rms_norm_triton,
+)
 from paceline.ops.paged_latent_attention import paged_latent_attention_reference, paged_latent_attention_triton
 
 SITU = Activation("situ", 4.0, 25.0)
@@ -92,6 +97,11 @@ def _norms(device: torch.device) -> Iterator[Case]:
         gate = random(device, 5, 3, 21, dtype=dtype)[..., :10]
         both = (gated_rms_norm_reference, gated_rms_norm_triton)
         yield f"gated_rms_norm, {dtype}", partial(compared, *both, (x, gate, weight, 1e-5), allowed)
+        rows = (random(device, 3, 37, dtype=dtype), random(device, 3, 37, dtype=dtype))
+        yield (
+            f"gate_by_sigmoid, {dtype}",
+            partial(compared, gate_by_sigmoid_reference, gate_by_sigmoid_triton, rows, allowed),
+        )
 
 
 def _mixtures(device: torch.device) -> Iterator[Case]:
@@ -139,7 +149,8 @@ def _delta(device: torch.device) -> Iterator[Case]:
     for dtype, allowed in dtypes(device):
         for lower_bound in (None,) if dtype == torch.float32 else (-5.0,):
             gate = delta.DeltaGate(random(device, 2) * 0.5, random(device, 2, 5) * 0.5, lower_bound)
-            inputs, states = _delta_inputs(device, dtype, 3, 4), random(device, 5, 2, 5, 7)
+            # States in the rows' dtype: float32, or the engine's narrow ones.
+            inputs, states = _delta_inputs(device, dtype, 3, 4), random(device, 5, 2, 5, 7, dtype=dtype)
             states[1] = torch.nan
             records = DeltaRecords.allocate(1, 3, 4, 2, 5, 7, num_channels=2, dtype=dtype, device=device).layer(0)
             name = f"{'bounded' if lower_bound else 'unbounded'}, {dtype}"
@@ -162,7 +173,7 @@ def _delta(device: torch.device) -> Iterator[Case]:
 def _commits(device: torch.device) -> Iterator[Case]:
     layers, heads, keys, values, channels = 2, 2, 5, 40, 21
     counts, slots = torch.tensor([3, 0, 2, 1], device=device), torch.tensor([2, 0, -1, 4], device=device)
-    for dtype, _ in dtypes(device):
+    for dtype, allowed in dtypes(device):
         for kept in (3, 0) if dtype == torch.float32 else (1,):
             records = DeltaRecords.allocate(
                 layers, 5, 4, heads, keys, values, num_channels=channels, dtype=dtype, device=device
@@ -173,15 +184,15 @@ def _commits(device: torch.device) -> Iterator[Case]:
             for request, count in enumerate(counts.tolist()):
                 for field in part:
                     field[:, request, count:] = torch.nan  # refused drafts
-            states = random(device, layers, 6, heads, keys, values)
+            states = random(device, layers, 6, heads, keys, values, dtype=dtype)
             histories = random(device, layers, 6, kept, channels, dtype=dtype)
             both = (commit_delta_reference, commit_delta_triton)
             arguments = (states, histories, slots, part, counts)
-            yield f"commit_delta, history {kept}, {dtype}", partial(compared, *both, arguments, 1e-6)
+            yield f"commit_delta, history {kept}, {dtype}", partial(compared, *both, arguments, allowed)
             places = torch.tensor([1, 0, 3, -1], device=device)
             store = (torch.full_like(states, torch.nan), torch.full_like(histories, torch.nan), places)
             into = (*arguments, CommitInto(*store))
-            yield f"commit_delta, into a store, history {kept}, {dtype}", partial(compared, *both, into, 1e-6)
+            yield f"commit_delta, into a store, history {kept}, {dtype}", partial(compared, *both, into, allowed)
 
 
 def _experts(device: torch.device) -> Iterator[Case]:

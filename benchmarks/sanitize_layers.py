@@ -13,6 +13,7 @@ from torch import Tensor
 from paceline.ops.add_norm import add_norm_reference, add_norm_triton
 from paceline.ops.linear_gated import linear_gated_reference, linear_gated_triton
 from paceline.ops.linear_residual import linear_residual_reference, linear_residual_triton
+from paceline.ops.norm_taps import norm_taps_reference, norm_taps_triton
 from paceline.ops.paged_attention import paged_attention_reference
 from paceline.ops.paged_attention_kernel import Launch, paged_attention_triton
 from paceline.ops.place_heads import place_heads_reference, place_heads_triton
@@ -186,3 +187,7 @@ def _norms(device: torch.device) -> Iterator[Case]:
             both = (add_norm_reference, add_norm_triton)
             yield f"add_norm, {name}, {dtype}", partial(compared, *both, (x, added, gain, _EPS), 2 * allowed)
         yield f"scale_rows, {dtype}", partial(compared, scale_rows_reference, scale_rows_triton, (x, gain), allowed)
+        taps = tuple(random(device, 5, 37, dtype=dtype) for _ in range(3))
+        gains = random(device, 3, 37, dtype=dtype)
+        both = (norm_taps_reference, norm_taps_triton)
+        yield f"norm_taps, {dtype}", partial(compared, *both, (taps, gains, _EPS), 2 * allowed)

@@ -6,15 +6,17 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from benchmarks.sanitize_comparing import Case, compared, random
+from benchmarks.sanitize_comparing import Case, compared, dtypes, random
 from torch import Tensor
 
+from paceline.ops import noise
 from paceline.ops.block_rows import block_rows_reference, block_rows_triton
 from paceline.ops.commit_step import commit_step_reference, commit_step_triton
 from paceline.ops.finalise_block import Verdict
 from paceline.ops.slot_columns import FIRST_STOP, IS_ALIVE, LIMIT, NUM_FRACTIONS, NUM_WHOLE, SlotColumns
 from paceline.ops.step_rows import CacheCells, WaitingDrafts, step_rows_reference, step_rows_triton
 from paceline.ops.store_drafts import store_drafts_reference, store_drafts_triton
+from paceline.ops.target_distribution import temper_logits_reference, temper_logits_triton
 
 _EXACT = 0.0  # copies and integers
 _SLOTS, _DRAFTS, _CANDIDATES, _VOCABULARY = 5, 4, 3, 50  # the last slot is the trash slot
@@ -22,7 +24,7 @@ _SLOTS, _DRAFTS, _CANDIDATES, _VOCABULARY = 5, 4, 3, 50  # the last slot is the 
 
 def step_cases(device: torch.device) -> Iterator[Case]:
     """All cases of a step's ends."""
-    for make in (_rows, _blocks, _commits, _stores):
+    for make in (_rows, _blocks, _commits, _stores, _noise, _tempered):
         yield from make(device)
 
 
@@ -98,3 +100,21 @@ def _stores(device: torch.device) -> Iterator[Case]:
         waiting = torch.full((3, 7), -5, device=device)[:, 2]  # a column of the report
         arguments = (drafts, _slots(device), ids, *given, wanted_B, waiting)
         yield f"store_drafts, {name}", partial(compared, store_drafts_reference, store_drafts_triton, arguments, _EXACT)
+
+
+def _noise(device: torch.device) -> Iterator[Case]:
+    seeds, steps = torch.tensor([7, 2**40 + 3, 0], device=device), torch.tensor([5, 0, 9], device=device)
+    ids = torch.randint(_VOCABULARY, (3, _DRAFTS, _CANDIDATES), device=device)
+    for name, step_B in (("drafts", steps), ("targets", None)):
+        arguments = (seeds, step_B, steps + 11, ids, 2, noise.DRAFT)
+        both = (noise.candidate_gumbel_reference, noise.candidate_gumbel_triton)
+        yield f"candidate_gumbel, {name}", partial(compared, *both, arguments, 1e-5)
+
+
+def _tempered(device: torch.device) -> Iterator[Case]:
+    temperature = torch.tensor([0.0, 0.7, 1e-9], device=device)
+    for dtype, allowed in dtypes(device):
+        logits = random(device, 3, 2, 2100, dtype=dtype)
+        logits[1, 0, 5] = -torch.inf  # no grammar takes it
+        both = (temper_logits_reference, temper_logits_triton)
+        yield f"temper_logits, {dtype}", partial(compared, *both, (logits, temperature), allowed)

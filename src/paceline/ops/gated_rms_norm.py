@@ -13,6 +13,8 @@ from paceline.errors import ShapeError
 from paceline.ops.dispatch import choose, kernel, needs_gradient, tl, triton
 from paceline.ops.elementwise import sigmoid, widen
 
+_GATE_BLOCK = 1024  # values per program
+
 
 def gated_rms_norm_reference(x_TNH: Tensor, gate_TNH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """The definition."""
@@ -95,6 +97,38 @@ def gated_rms_norm(x_TNH: Tensor, gate_TNH: Tensor, weight_H: Tensor, *, eps: fl
     return run(x_TNH, gate_TNH, weight_H, eps)
 
 
-def gate_by_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
-    """x * sigmoid(gate) of any float dtypes, in float32, rounded once to x's dtype."""
+def gate_by_sigmoid_reference(x: Tensor, gate: Tensor) -> Tensor:
+    """The definition."""
     return (widen(x) * sigmoid(gate)).to(x.dtype)
+
+
+@kernel
+def _gate_kernel(x_ptr: tl.tensor, gate_ptr: tl.tensor, y_ptr: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    y = x * (1.0 / (1.0 + tl.exp(-gate)))
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+def gate_by_sigmoid_triton(x: Tensor, gate: Tensor) -> Tensor:
+    """Launch one program per run of values."""
+    x, gate = x.contiguous(), gate.contiguous()
+    y = torch.empty_like(x)
+    with torch.cuda.device_of(x):
+        _gate_kernel[(triton.cdiv(x.numel(), _GATE_BLOCK),)](x, gate, y, x.numel(), BLOCK=_GATE_BLOCK)
+    return y
+
+
+def gate_by_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
+    """x * sigmoid(gate) of any float dtypes, in float32, rounded once to x's dtype.
+
+    Raises:
+        ShapeError: the shapes differ.
+    """
+    if gate.shape != x.shape:
+        raise ShapeError("gate", expected=x.shape, found=gate.shape)
+    if x.numel() == 0 or needs_gradient(x, gate):
+        return gate_by_sigmoid_reference(x, gate)
+    return choose("gate_by_sigmoid", x, gate_by_sigmoid_reference, gate_by_sigmoid_triton)(x, gate)

@@ -11,6 +11,7 @@ from torch import Tensor
 from paceline.errors import ShapeError
 from paceline.ops.gated_rms_norm import (
     gate_by_sigmoid,
+    gate_by_sigmoid_triton,
     gated_rms_norm,
     gated_rms_norm_reference,
     gated_rms_norm_triton,
@@ -85,3 +86,20 @@ def test_the_kernel_agrees_with_the_reference(
     assert found.dtype == dtype
     tolerance = 3e-6 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1,), (3, 5, 7), (2, 1100)])
+def test_the_gates_kernel_agrees_with_its_definition(
+    kernel_device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    x, gate = torch.randn(shape).to(dtype), (torch.randn(shape) * 4).to(dtype)
+    found = gate_by_sigmoid_triton(x.to(kernel_device), gate.to(kernel_device)).cpu()
+    assert found.dtype == dtype
+    tolerance = 2e-6 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(found, gate_by_sigmoid(x, gate), rtol=tolerance, atol=tolerance)
+
+
+def test_a_gate_of_another_shape_is_refused() -> None:
+    with pytest.raises(ShapeError, match="gate has shape"):
+        gate_by_sigmoid(torch.zeros(2, 3), torch.zeros(3))
