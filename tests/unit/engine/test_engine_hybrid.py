@@ -395,17 +395,18 @@ def test_a_step_on_an_anchor_that_is_not_there_takes_nothing_in() -> None:
             assert int(recurrent.ends_S[0]) == end + (not is_same)
 
 
+@pytest.mark.parametrize("is_paged", [False, True])
 @pytest.mark.parametrize("family", ["dflash", "eagle3"])
-def test_the_batched_form_serves_too(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_batched_forms_serve_too(family: str, is_paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU runs, on the references of its kernels; the best two logits lie far enough apart."""
     target = tiny.wrap_target(kimi_target(small_kimi_config(6, 3, max_position_embeddings=256)), "plain")
     monkeypatch.setattr(
         AttentionChoice,
         "for_device",
-        lambda *_args, **_options: AttentionChoice(is_batched=True, is_row_invariant=False),
+        lambda *_args, **_options: AttentionChoice(is_batched=True, is_row_invariant=False, is_paged=is_paged),
     )
     engine = helped(target, drafter_for(target, family), PROMPTS, max_num_seqs=3, prefill_chunk_size=8)
-    assert engine.stats().attention == "batched"
+    assert engine.stats().attention == ("paged" if is_paged else "batched")
     names = [engine.add_request(prompt, GREEDY, name) for name, prompt in PROMPTS.items()]
     engine.step()
     engine.preempt("a")
