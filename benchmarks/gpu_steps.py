@@ -209,6 +209,7 @@ def release(device: torch.device) -> None:
     """Give the memory of what is no longer held back to the device."""
     import torch
 
+    gc.unfreeze()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -323,6 +324,8 @@ def measure_shape(
                     if engine is None:
                         began_s = time.perf_counter()
                         engine = Engine(target, chosen, _settings(options, mode, max(batches)))
+                        gc.collect()
+                        gc.freeze()  # until `release`: no step should pay for walking what was loaded
                         say(f"{shape}, {kind}, {mode}: engine made in {time.perf_counter() - began_s:.1f} s")
                     with_rounds = not options.skip_wall and mode != EAGER
                     row = measure_case(engine, target, chosen, batch, options, ceilings, with_rounds=with_rounds)
