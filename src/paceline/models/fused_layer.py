@@ -6,21 +6,25 @@ runs follows from the number of rows alone. Attention must let the layer store k
 
 On a CPU the operations' definitions run in the same order, for tests.
 
-B requests, T tokens, D width, R = B * T rows, P pairs of channels that are turned.
+B requests, T tokens, D width, R = B * T rows, P pairs of channels that are turned, U convolution taps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
 from paceline.ops.add_norm import add_norm
+from paceline.ops.convolved_residual import convolved_residual
 from paceline.ops.gated_activation import Activation, gated_activation
+from paceline.ops.grouped_convolution import grouped_convolution
 from paceline.ops.linear_gated import linear_gated
-from paceline.ops.linear_residual import linear_residual, linear_residual_scaled
+from paceline.ops.linear_residual import linear_residual, linear_residual_scaled, linear_rows
 from paceline.ops.paged_attention import PagedAttend
 from paceline.ops.place_heads import place_heads
 from paceline.ops.project_heads import Cells, HeadForm, project_heads
@@ -33,12 +37,28 @@ if TYPE_CHECKING:
 _SILU: Final = Activation("silu")
 
 
+class FusedConvolution(NamedTuple):
+    """Both sides of a `GroupedConvolution`.
+
+    Attributes:
+        projection: gives what a row adds to the taps of both.
+        opening_UD: the taps before the sublayer.
+        closing_UD: the taps behind it.
+    """
+
+    projection: Tensor
+    opening_UD: Tensor
+    closing_UD: Tensor
+
+
 class FusedLayer(NamedTuple):
     """Sizes and weights of a layer, in the order in which they are used: the modules' own, nothing is copied.
 
     Attributes:
         most_rows: up to here each product and what surrounds it are one launch.
         counters: of launches whose programs share outputs.
+        attention_convolution: around attention; either both sublayers have one or none has.
+        mlp_convolution: around the MLP.
     """
 
     num_heads: int
@@ -58,6 +78,8 @@ class FusedLayer(NamedTuple):
     down_bias: Tensor | None
     counters: Tensor
     most_rows: int = LARGEST_ROWS
+    attention_convolution: FusedConvolution | None = None
+    mlp_convolution: FusedConvolution | None = None
 
 
 def fuse(input_norm: RMSNorm, attention: SelfAttention, mlp_norm: RMSNorm, mlp: GatedMLP) -> FusedLayer | None:
@@ -96,6 +118,7 @@ def run_fused(
     *,
     is_neox_style: bool = True,
     first_layer: int = 0,
+    offset_R: Tensor | None = None,
     observe: Callable[[int, Tensor], None] | None = None,
 ) -> Tensor:
     """Return the residual stream after layers that follow each other, a new tensor.
@@ -107,11 +130,16 @@ def run_fused(
         attend: attention of the rows.
         is_neox_style: the pairing of turned channels.
         first_layer: the number of the first layer there.
+        offset_R: int64, each row's index in its own block, for convolutions; None where each [B] row is one.
         observe: called with 1 and the stream after the first layer, 2 after the second; reading changes nothing.
     """
     B, T, D = x_BTD.shape
     run = _run_few if layers[0].most_rows >= B * T else _run_many
-    shared = _Pass(turns_R2P, attend, (B, T), is_neox_style, first_layer)
+    if layers[0].attention_convolution is not None:
+        run = _run_convolved
+        if offset_R is None:
+            offset_R = torch.arange(T, device=x_BTD.device).repeat(B)
+    shared = _Pass(turns_R2P, attend, (B, T), is_neox_style, first_layer, offset_R)
     for index, after_RD in enumerate(run(layers, x_BTD.reshape(B * T, D), shared)):
         x_BTD = after_RD.view(B, T, D)
         if observe is not None:
@@ -127,6 +155,7 @@ class _Pass(NamedTuple):
     shape: tuple[int, int]
     is_neox_style: bool
     first_layer: int
+    offset_R: Tensor | None
 
     def form(self, layer: FusedLayer) -> HeadForm:
         return HeadForm(layer.num_heads, layer.eps, self.is_neox_style, layer.value_scale)
@@ -194,6 +223,66 @@ def _run_many(layers: Sequence[FusedLayer], x_RD: Tensor, shared: _Pass) -> Iter
         else:
             x_RD = x_RD + y_RD
         yield x_RD
+
+
+def _run_convolved(layers: Sequence[FusedLayer], x_RD: Tensor, shared: _Pass) -> Iterator[Tensor]:
+    """Layers with convolutions around both sublayers, which need the normed rows themselves."""
+    is_few = layers[0].most_rows >= x_RD.shape[0]
+    _, y_RD = add_norm(x_RD, None, layers[0].input_gain_D, eps=layers[0].eps)
+    for index, layer in enumerate(layers):
+        eps, counters = layer.eps, layer.counters
+        around, form, cells = layer.attention_convolution, shared.form(layer), shared.cells(index)
+        product = partial(_product, is_few=is_few, counters=counters)
+        y_RD, close = _opened(y_RD, around, shared.offset_R, product)
+        if is_few:
+            q_RNH = project_heads(
+                y_RD,
+                None,
+                layer.qkv,
+                shared.turns_R2P,
+                cells,
+                form,
+                bias_X=layer.qkv_bias,
+                qk_gains=layer.qk_gains,
+                counters=counters,
+            )
+        else:
+            qkv_RX = functional.linear(y_RD, layer.qkv, layer.qkv_bias)
+            q_RNH = place_heads(qkv_RX, shared.turns_R2P, cells, form, qk_gains=layer.qk_gains)
+        y_RD = product(shared.mixed(index, q_RNH, layer), layer.o, layer.o_bias)
+        x_RD, y_RD = close(y_RD, x_RD, layer.mlp_gain_D, eps=eps)
+        y_RD, close = _opened(y_RD, layer.mlp_convolution, shared.offset_R, product)
+        if is_few:
+            y_RI = linear_gated(y_RD, None, layer.gate_up, eps=eps, bias_X=layer.gate_up_bias, counters=counters)
+        else:
+            gate_RI, up_RI = functional.linear(y_RD, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+            y_RI = gated_activation(gate_RI, up_RI, _SILU)
+        y_RD = product(y_RI, layer.down, layer.down_bias)
+        following = layers[index + 1] if index + 1 < len(layers) else None
+        x_RD, y_RD = close(y_RD, x_RD, None if following is None else following.input_gain_D, eps=eps)
+        yield x_RD
+
+
+def _product(x_RI: Tensor, weight: Tensor, bias: Tensor | None, *, is_few: bool, counters: Tensor) -> Tensor:
+    if is_few:
+        return linear_rows(x_RI, weight, bias_O=bias, counters=counters)
+    return functional.linear(x_RI, weight, bias)
+
+
+def _opened(
+    y_RD: Tensor, around: FusedConvolution | None, offset_R: Tensor | None, product: Callable[..., Tensor]
+) -> tuple[Tensor, Callable[..., tuple[Tensor, Tensor]]]:
+    """A sublayer's normed input, convolved; and what convolves its output and adds it to the stream."""
+    assert around is not None and offset_R is not None, "both sublayers have a convolution"
+    num_taps = around.opening_UD.shape[0]
+    delta_R2UG = product(y_RD, around.projection, None).unflatten(-1, (2, num_taps, -1))
+    opening_RUG, closing_RUG = delta_R2UG.unbind(1)
+    opened_RD = grouped_convolution(y_RD, around.opening_UD, opening_RUG, offset_R)
+
+    def close(z_RD: Tensor, x_RD: Tensor, gain_D: Tensor | None, *, eps: float) -> tuple[Tensor, Tensor]:
+        return convolved_residual(z_RD, around.closing_UD, closing_RUG, offset_R, x_RD, gain_D, eps=eps)
+
+    return opened_RD, close
 
 
 def _detached(parameter: Tensor | None) -> Tensor | None:

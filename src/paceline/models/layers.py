@@ -374,7 +374,7 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         """Return the residual stream after this layer, a new tensor: the one handed in may have been tapped."""
         if isinstance(rows, Tensor):
-            assert self._fused is not None and isinstance(attend, PagedAttend), "the caller asks `positions_for`"
+            assert self._fused is not None and isinstance(attend, PagedAttend), "the caller looked at `fused`"
             return run_fused([self._fused], x_BTD, rows, attend, is_neox_style=is_neox_style, first_layer=layer)
         if self._native is not None and is_neox_style:
             return run_native(self._native, x_BTD, rows, attend, layer)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ShapeError
-from paceline.ops.dispatch import choose, kernel, needs_gradient, tl, triton
+from paceline.ops.dispatch import choose, dependent_launch, kernel, needs_gradient, tl, triton
 
 _LARGEST_BLOCK = 1024  # channels per program
 _GRADIENT_ROWS = 16  # rows per program of the backward pass: fewer make more partial sums of the shared coefficients
@@ -67,7 +67,11 @@ def _grouped_convolution_kernel(
     delta_stride: tl.tensor,
     TAPS: tl.constexpr,
     BLOCK: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_channel = column < width
@@ -106,6 +110,8 @@ def grouped_convolution_triton(x_RD: Tensor, base_TD: Tensor, delta_RTG: Tensor,
             delta_RTG.stride(0),
             TAPS=num_taps,
             BLOCK=block,
+            USE_PDL=dependent_launch(),
+            launch_pdl=dependent_launch(),
         )
     return y_RD
 

@@ -243,6 +243,20 @@ def _add(
     return linear_residual_triton(*given, tile=tile, counters=counters)
 
 
+def linear_rows(
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    *,
+    bias_O: Tensor | None = None,
+    tile: Tile | None = None,
+    counters: Tensor | None = None,
+) -> Tensor:
+    """The product alone; arguments as for `linear_residual`."""
+    y_TO = _add(x_TI, weight_OI, bias_O, None, None, tile, counters)
+    assert isinstance(y_TO, Tensor)
+    return y_TO
+
+
 def norm_linear(
     rows: ScaledRows,
     weight_OI: Tensor,

@@ -11,8 +11,9 @@ from tests.tiny import tiny_drafter, tiny_target
 from tests.unit.models.conftest import randomise
 from torch import Tensor
 
-from paceline.checkpoint.contract import RopeSettings
+from paceline.checkpoint.contract import ConvolutionSettings, RopeSettings
 from paceline.models import fused_layer
+from paceline.models.drafters.convolved_layer import ConvolvedLayer
 from paceline.models.fused_layer import fuse, run_fused
 from paceline.models.layers import DecoderLayer, LinearMode, SelfAttention, set_linear_mode
 from paceline.models.positions import position_table
@@ -59,15 +60,23 @@ def decoder_layer(
     )
 
 
-LAYERS: dict[str, Callable[[], DecoderLayer]] = {
+def layer_with_convolutions(num_taps: int) -> ConvolvedLayer:
+    plain = decoder_layer(qk_norm=True)
+    return ConvolvedLayer(plain, 48, ConvolutionSettings(num_taps, 6))
+
+
+Layer = DecoderLayer | ConvolvedLayer
+LAYERS: dict[str, Callable[[], Layer]] = {
     "plain": decoder_layer,
     "biases": lambda: decoder_layer(bias=True),
     "query and key norms": lambda: decoder_layer(qk_norm=True),
     "sinks and a value scale": lambda: decoder_layer(has_sink=True, value_scale=0.5),
+    "convolutions": lambda: layer_with_convolutions(2),
+    "convolutions of three taps": lambda: layer_with_convolutions(3),
 }
 
 
-def prepared(layer: DecoderLayer, mode: LinearMode = "fused", dtype: torch.dtype = torch.float32) -> DecoderLayer:
+def prepared(layer: Layer, mode: LinearMode = "fused", dtype: torch.dtype = torch.float32) -> Layer:
     randomise(layer, 3)
     layer.to(dtype).requires_grad_(False)
     set_linear_mode(layer, mode)
@@ -75,7 +84,7 @@ def prepared(layer: DecoderLayer, mode: LinearMode = "fused", dtype: torch.dtype
 
 
 def run(
-    layer: DecoderLayer, x_BTD: Tensor, *, is_fused: bool, is_neox_style: bool = True, most_rows: int | None = None
+    layer: Layer, x_BTD: Tensor, *, is_fused: bool, is_neox_style: bool = True, most_rows: int | None = None
 ) -> Tensor:
     torch.manual_seed(5)
     shape = (x_BTD.shape[0], x_BTD.shape[1])
@@ -148,9 +157,15 @@ def test_the_row_count_alone_decides_the_form(monkeypatch: pytest.MonkeyPatch) -
         assert launched == expected
 
 
+@pytest.mark.parametrize("has_convolutions", [False, True])
 @pytest.mark.parametrize("most_rows", [0, 64])
-def test_a_chain_of_layers_is_each_after_the_other(most_rows: int) -> None:
-    layers = [prepared(decoder_layer(qk_norm=index == 1)) for index in range(3)]
+def test_a_chain_of_layers_is_each_after_the_other(most_rows: int, has_convolutions: bool) -> None:
+    make = (
+        (lambda index: layer_with_convolutions(2))
+        if has_convolutions
+        else lambda index: decoder_layer(qk_norm=index == 1)
+    )
+    layers = [prepared(make(index)) for index in range(3)]
     for index, layer in enumerate(layers):
         randomise(layer, index)
     x, turns = torch.randn(2, 3, 48), position_table(RopeSettings(theta=100.0), 8, 64)[:6]
@@ -166,6 +181,21 @@ def test_a_chain_of_layers_is_each_after_the_other(most_rows: int) -> None:
             assert at == index + 1
             torch.testing.assert_close(after, x, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(y, x, rtol=1e-5, atol=1e-5)
+
+
+def test_blocks_within_a_row_are_kept_apart() -> None:
+    layer = prepared(layer_with_convolutions(2))
+    x, turns = torch.randn(1, 6, 48), position_table(RopeSettings(theta=100.0), 8, 64)[:6]
+    attend = Mixes((1, 6), 2, 8, torch.float32)
+    assert layer.fused is not None
+    with torch.inference_mode():
+        offset, nudge = torch.arange(6) % 3, torch.arange(6).lt(3)[:, None]
+        apart = run_fused([layer.fused], x, turns, attend, offset_R=offset)
+        joined = run_fused([layer.fused], x, turns, attend)
+        changed = run_fused([layer.fused], x + nudge, turns, attend, offset_R=offset)
+    torch.testing.assert_close(apart[:, :3], joined[:, :3])
+    assert not torch.allclose(apart[:, 3:], joined[:, 3:], atol=1e-3)
+    torch.testing.assert_close(changed[:, 3:], apart[:, 3:])
 
 
 def test_sinks_reach_attention() -> None:

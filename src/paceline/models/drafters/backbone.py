@@ -221,12 +221,14 @@ class DrafterBackbone(nn.Module):
         """
         x = embeddings_BQD
         neox = self.contract.is_neox_style
+        offset_R = None if self.contract.convolution is None else _offsets(positions_BQ, block_rows)
         if self._fused and isinstance(attend, PagedAttend):
             turns = self.position_table[positions_BQ.flatten()]
-            fused_hidden: Tensor = self.norm(run_fused(self._fused, x, turns, attend, is_neox_style=neox))
+            x = run_fused(self._fused, x, turns, attend, is_neox_style=neox, offset_R=offset_R)
+            fused_hidden: Tensor = self.norm(x)
             return fused_hidden
         rows = expand_rotary(self.position_table[positions_BQ], x.dtype, is_neox_style=neox)
-        along_block = {} if self.contract.convolution is None else {"offset_R": _offsets(positions_BQ, block_rows)}
+        along_block = {} if self.contract.convolution is None else {"offset_R": offset_R}
         for index, layer in enumerate(self.layers):
             x = layer(x, rows, attend, index, is_neox_style=neox, **along_block)
         hidden: Tensor = self.norm(x)

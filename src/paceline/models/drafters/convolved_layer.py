@@ -12,9 +12,20 @@ from paceline.checkpoint.contract import ConvolutionSettings, DrafterContract
 from paceline.models.drafters.backbone import plain_layer
 from paceline.models.drafters.latent import LatentDecoderLayer, latent_layer
 from paceline.models.flat_layer import FlatConvolution, FlatLayer, flatten, run_flat
-from paceline.models.layers import Attend, Block, DecoderLayer, Linear, LinearMode, RotaryRows, SelfAttention
+from paceline.models.fused_layer import FusedConvolution, FusedLayer, fuse, run_fused
+from paceline.models.layers import (
+    Attend,
+    Block,
+    DecoderLayer,
+    FusedRows,
+    Linear,
+    LinearMode,
+    RotaryRows,
+    SelfAttention,
+)
 from paceline.models.native_layer import NativeConvolution, NativeLayer, native_layer, run_native
 from paceline.ops.grouped_convolution import grouped_convolution
+from paceline.ops.paged_attention import PagedAttend
 
 
 class GroupedConvolution(Block):
@@ -61,6 +72,11 @@ class GroupedConvolution(Block):
             return None
         return NativeConvolution(projection, self.base_kernel.detach().flatten(0, 1).float())
 
+    def fused(self) -> FusedConvolution:
+        """The same for fused layers: the weights themselves."""
+        opening_TD, closing_TD = self.base_kernel.detach().unbind(0)
+        return FusedConvolution(self.kernel_projection.weight.detach(), opening_TD, closing_TD)
+
     def _convolve(self, x_BQD: Tensor, side: int, delta_RTG: Tensor, offset_R: Tensor | None) -> Tensor:
         y_RD = grouped_convolution(x_BQD.flatten(0, 1), self.base_kernel[side], delta_RTG, offset_R)
         return y_RD.view(x_BQD.shape)
@@ -89,9 +105,16 @@ class ConvolvedLayer(nn.Module):
         self.mlp_conv = GroupedConvolution(hidden_size, settings)
         self._flat: FlatLayer | None = None
         self._native: NativeLayer | None = None
+        self._fused: FusedLayer | None = None
+
+    @property
+    def fused(self) -> FusedLayer | None:
+        """Its fused form, for `FusedRows` and a `PagedAttend`."""
+        return self._fused
 
     def set_mode(self, mode: LinearMode) -> None:
-        """Take the flat or the native form where there is one; the parts have their arithmetic already."""
+        """Take the form of the mode where there is one; the parts have their arithmetic already."""
+        self._fused = self._fused_form() if mode == "fused" else None
         self._native = self._native_form() if mode == "native" else None
         self._flat, flat = None, None
         around_attention, around_mlp = self.attention_conv.flat(), self.mlp_conv.flat()
@@ -99,6 +122,15 @@ class ConvolvedLayer(nn.Module):
             flat = flatten(self.input_layernorm, self.self_attn, self.post_attention_layernorm, self.mlp)
         if flat is not None and around_attention is not None and around_mlp is not None:
             self._flat = flat._replace(attention_convolution=around_attention, mlp_convolution=around_mlp)
+
+    def _fused_form(self) -> FusedLayer | None:
+        if not isinstance(self.self_attn, SelfAttention):
+            return None
+        fused = fuse(self.input_layernorm, self.self_attn, self.post_attention_layernorm, self.mlp)
+        if fused is None:
+            return None
+        around_attention, around_mlp = self.attention_conv.fused(), self.mlp_conv.fused()
+        return fused._replace(attention_convolution=around_attention, mlp_convolution=around_mlp)
 
     def _native_form(self) -> NativeLayer | None:
         around_attention, around_mlp = self.attention_conv.native(), self.mlp_conv.native()
@@ -112,7 +144,7 @@ class ConvolvedLayer(nn.Module):
     def forward(
         self,
         x_BTD: Tensor,
-        rows: RotaryRows,
+        rows: RotaryRows | FusedRows,
         attend: Attend,
         layer: int,
         *,
@@ -129,6 +161,17 @@ class ConvolvedLayer(nn.Module):
             is_neox_style: the pairing of turned channels.
             offset_R: int64, each flat row's index in its own block; None where each [B] row is one block.
         """
+        if isinstance(rows, Tensor):
+            assert self._fused is not None and isinstance(attend, PagedAttend), "the caller looked at `fused`"
+            return run_fused(
+                [self._fused],
+                x_BTD,
+                rows,
+                attend,
+                is_neox_style=is_neox_style,
+                first_layer=layer,
+                offset_R=offset_R,
+            )
         if offset_R is None and x_BTD.shape[0] > 1:
             offset_R = torch.arange(x_BTD.shape[1], device=x_BTD.device).repeat(x_BTD.shape[0])
         if self._native is not None and is_neox_style:
