@@ -149,9 +149,9 @@ def resolve_linear_mode(
         return "fused"
     if asked == "auto":
         return "packed" if is_packable else "plain"
-    if asked == "fused" and (contract is None or contract.kimi is not None):
+    if asked == "fused" and contract is None:
         raise ConfigError(
-            "linear mode 'fused' was asked for; only dense targets that one process holds have fused layers",
+            "linear mode 'fused' was asked for; only targets that one process holds have fused layers",
             hint="--linear-mode auto",
         )
     if asked == "native" and not _can_be_native(weight, contract):
@@ -168,8 +168,12 @@ def resolve_linear_mode(
 
 
 def _can_be_fused(weight: Tensor, contract: TargetContract | None) -> bool:
-    """Whether a target's layers have fused forms that are faster here: bf16 on a GPU, through Triton."""
-    if contract is None or contract.kimi is not None or contract.head_size % 2:
+    """Whether a target's layers have fused forms that are faster here: bf16 on a GPU, through Triton.
+
+    A hybrid target's layers stay as they are, with norms of one launch and what follows from the weights kept; those of
+    its drafter are fused.
+    """
+    if contract is None or (contract.kimi is None and contract.head_size % 2):
         return False
     return HAS_TRITON and weight.device.type == "cuda" and weight.dtype == torch.bfloat16
 

@@ -32,6 +32,7 @@ from paceline.engine.sampling_flags import SamplingFlags
 from paceline.engine.step import StepBatch, StepOutput, decode_step
 from paceline.engine.target_cache import begin_text
 from paceline.models.drafters.proposal import Proposal
+from paceline.models.layers import LinearMode
 from paceline.models.loading import LoadedTarget
 from paceline.models.targets.kimi import KimiTarget
 from paceline.ops import mixture_of_experts
@@ -96,13 +97,17 @@ def run_step(parts: EngineParts, batch: StepBatch) -> StepOutput:
     return decode_step(parts.target.model, parts.proposer, parts.cache, parts.state, parts.choice, batch)
 
 
-def meta_parts(patch: pytest.MonkeyPatch, family: str | None = None, **changes: Any) -> EngineParts:
+def meta_parts(
+    patch: pytest.MonkeyPatch, family: str | None = None, mode: LinearMode = "plain", **changes: Any
+) -> EngineParts:
     """An engine's parts without any numbers."""
     takes_tables(patch)
     patch.setattr(tiny, "_fill", lambda *_args: None)
     with META:
-        target = tiny.wrap_target(KimiTarget(kimi_contract(k3_tiny_config(**changes))), "plain")  # type: ignore[arg-type]
+        target = tiny.wrap_target(KimiTarget(kimi_contract(k3_tiny_config(**changes))), mode)  # type: ignore[arg-type]
         drafter = None if family is None else drafter_for.__wrapped__(target, family)
+        if drafter is not None:
+            drafter.model.prepare_for_serving(mode)
         parts = make_parts(target, drafter, SETTINGS, None)
     parts.tables.flush()
     parts.state.flush()
@@ -119,12 +124,12 @@ def recorded_calls(patch: pytest.MonkeyPatch, parts: EngineParts, sampling: Samp
     return [*mode.calls, *launched]
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("sampling", "mode"), [(GREEDY, "plain"), (SAMPLED, "fused")], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("family", [None, *FAMILIES])
 def test_a_step_reads_no_value(
-    family: str | None, sampling: SamplingParameters, monkeypatch: pytest.MonkeyPatch
+    family: str | None, sampling: SamplingParameters, mode: LinearMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorded_calls(monkeypatch, meta_parts(monkeypatch, family), sampling)
+    recorded_calls(monkeypatch, meta_parts(monkeypatch, family, mode), sampling)
 
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "k3"])
@@ -184,6 +189,7 @@ class Side:
         drafter = None if family is None else drafter_for.__wrapped__(target, family)
         if drafter is not None:
             drafter.model.to(device, target.model.norm.weight.dtype)
+            drafter = tiny.wrap_drafter(drafter.model, target.linear_mode)
         self.parts = make_parts(target, drafter, SETTINGS, None)
         parts, blocks = self.parts, iter(torch.randperm(27, generator=torch.Generator().manual_seed(0)).tolist())
         for slot, prompt in enumerate(prompts):
@@ -252,7 +258,7 @@ def both_sides(
 ) -> tuple[Side, Side, list[list[int]]]:
     def target() -> LoadedTarget:
         model = kimi_target(k3_tiny_config(vocab_size=VOCAB_SIZE), dtype=dtype).to(device)
-        return tiny.wrap_target(model, "plain")  # type: ignore[arg-type]
+        return tiny.wrap_target(model, "fused" if dtype == torch.bfloat16 else "plain")  # type: ignore[arg-type]
 
     prompts = prompts_of([9, 30, 14])
     one, other = (Side(target(), family, prompts, sampling) for _ in range(2))

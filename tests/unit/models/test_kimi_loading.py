@@ -109,3 +109,13 @@ def test_a_stream_that_the_target_does_not_have_is_refused_before_weights_load(
         load_drafter(str(drafter), target)
     with pytest.raises(CompatibilityError, match=r"'attn_res' stream; KimiTarget offers \['prefix'\]"):
         load_drafter(str(other), target, aux_hidden_stream="attn_res")
+
+
+def test_fused_arithmetic_can_be_asked_for_and_reaches_the_drafter(folder: Path, tmp_path: Path) -> None:
+    target = load_target(str(folder), dtype="float32", device="cpu", linear_mode="fused")
+    assert target.linear_mode == "fused"
+    drafter = load_drafter(
+        str(write_drafter(tmp_path / "drafter", target, aux_hidden_stream="attn_res", **TAPS)), target
+    )
+    layers = drafter.model.backbone.layers
+    assert layers and all(layer.fused is not None for layer in layers)

@@ -338,7 +338,7 @@ def test_callers_that_keep_keys_and_values_alone_are_refused() -> None:
         target(ids, ids, lambda *_, **__: ids)
 
 
-@pytest.mark.parametrize("mode", ["packed", "row_invariant"])
+@pytest.mark.parametrize("mode", ["packed", "row_invariant", "fused"])
 def test_other_arithmetics_agree_with_the_plain_one(mode: str) -> None:
     target, ids = kimi_target(small_kimi_config(8, 4), dtype=torch.bfloat16), tokens()
     plain = target.logits(target(ids, ids, sequence_attend(target)))
