@@ -12,9 +12,10 @@ greedily, past any stop; the prefix cache is off.
 * `ours_ms`, `peer_ms`: wall time of the whole batch, prompt passes included, over its steps (192 where every draft is
   refused); the best of some rounds. The peer is measured the same way (`benchmarks/vllm/`) and read from `--peer`.
 * `decode_ms`: wall time of an engine step while all requests decode: the median of a round, the best of the rounds.
-* `step_ms`, `p10_ms`, `p90_ms`: bare steps between events on the device, 50 for warming up, 200 timed, no results read;
-  `noise` is how far a second series lies off. Contexts grow from 128 to 378 tokens, less where a case would take longer
-  than `--case-seconds`: `num_timed` says how many steps were timed. Eager steps are run bare alone.
+* `step_ms`, `p10_ms`, `p90_ms`: bare steps between events on the device, 50 for warming up, 200 timed, each launched
+  while the one before runs, no results read; `noise` is how far a second series lies off. Contexts grow from 128 to 378
+  tokens, less where a case would take longer than `--case-seconds`: `num_timed` says how many steps were timed. Eager
+  steps are run bare alone.
 * `floor_ms`: bytes over what a copy reaches, operations over what a product reaches, both measured first
   (`gpu_floors.py`), at the contexts of these steps. `floor_ratio` is `step_ms` over it.
 * `replayed`: share of the bare steps that came from a recording.
@@ -56,7 +57,7 @@ from benchmarks.gpu_gate import (
 from benchmarks.growing_result import GrowingResult
 from benchmarks.random_dense import LINEAR_MODES, random_prompts
 from benchmarks.results import describe_machine, make_result, text_table
-from benchmarks.step_driver import StepTimes, time_steps
+from benchmarks.step_driver import QUEUE_DEPTH, StepTimes, time_steps
 from benchmarks.step_shapes import DFLASH, KINDS, MAIN_SHAPES, PLAIN, SHAPES, make_drafter, make_target
 
 from paceline.errors import EXIT_CHECK_SAYS_NO, EXIT_DONE
@@ -137,6 +138,7 @@ def main(arguments: Sequence[str]) -> int:
         "prefill_chunk_size": PREFILL_CHUNK_SIZE,
         "warm_up": options.warm_up,
         "timed": options.timed,
+        "queue_depth": options.queue_depth,
         "max_model_len": options.max_model_len,
         "linear_mode": options.linear_mode,
         "ceilings": asdict(ceilings),
@@ -180,6 +182,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--timed", type=positive, default=200, help="bare steps that are; default 200")
     parser.add_argument(
         "--case-seconds", type=float, default=12.0, help="rounds and steps of a case are fewer beyond; default 12"
+    )
+    parser.add_argument(
+        "--queue-depth", type=positive, default=QUEUE_DEPTH, help="bare steps in the device's hands; default 2"
     )
     parser.add_argument("--skip-wall", action="store_true", help="bare steps alone: no rounds of closed batches")
     parser.add_argument("--max-model-len", type=positive, default=1024, help="of the engines; default 1024")
@@ -370,7 +375,12 @@ def measure_case(
 
     def series(num_warm_up: int, num_timed: int) -> StepTimes:
         return time_steps(
-            engine, batch=batch, context=options.prompt_tokens, num_warm_up=num_warm_up, num_timed=num_timed
+            engine,
+            batch=batch,
+            context=options.prompt_tokens,
+            num_warm_up=num_warm_up,
+            num_timed=num_timed,
+            queue_depth=options.queue_depth,
         )
 
     expected_ms = series(2, 1).median_ms  # and whatever happens at first use has happened

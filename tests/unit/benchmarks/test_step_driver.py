@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from benchmarks.step_driver import StepTimes, time_steps
+from benchmarks.step_driver import StepTimes, _DeviceClock, time_steps
 from tests import tiny
 
 from paceline.engine.attends import AttentionChoice
@@ -59,6 +61,19 @@ def test_bare_steps_are_those_that_serve(monkeypatch: pytest.MonkeyPatch) -> Non
     time_steps(engine, batch=2, context=40, num_warm_up=2, num_timed=3)
     assert engine.stats().num_recordings == num_recordings > 0, "no other shape than requests have"
     assert engine.stats().num_replayed_steps == num_replayed + 5
+
+
+def test_no_more_steps_are_queued_than_asked_for() -> None:
+    waited: list[str] = []
+    clock = _DeviceClock(torch.device("cpu"))
+    clock._is_gpu = True  # events of a GPU, as far as waiting goes
+    for name in ("first", "second", "third"):
+        end = SimpleNamespace(synchronize=lambda name=name: waited.append(name))
+        clock._events.append((SimpleNamespace(), end))  # type: ignore[arg-type]
+        clock.wait_for_all_but(1)
+    assert waited == ["first", "second"], "the step before the last one, as an engine that runs ahead by one"
+    clock.wait_for_all_but(0)
+    assert waited[2:] == ["third"]
 
 
 def test_summary() -> None:
