@@ -8,6 +8,8 @@
 The k best ids lie in the k groups of ids whose own best are first: any other id comes after k of them. Groups are runs
 of ids, so among equal maxima the lower group holds the lower id, and groups are ordered by the same kind of key. So one
 pass reads the table for the groups' maxima, and the selection proper sees k groups and the odd ids at the end.
+
+The kernels take the k best keys of every tile of ids, one after the other, and then the k best of these.
 """
 
 from __future__ import annotations
@@ -15,10 +17,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paceline.ops.dispatch import choose, kernel, needs_gradient, tl, triton
 from paceline.ops.native import choices as native
 
 _GROUP = 64  # ids per group: about sqrt(V / k) for the vocabularies and k in use
 _LAST_ID = 2**31 - 1
+_TILE = 2048  # ids per program
+_MOST_IN_KERNELS = 64  # k; the k best are found one by one
 
 
 def top_k_tokens_reference(scores_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -68,6 +73,15 @@ def top_k_tokens(scores_RV: Tensor, k: int, *, maxima_RG: Tensor | None = None) 
         return top_k_tokens_reference(scores_RV, k)
     if maxima_RG is None and native.can_find_top_k(scores_RV, k):
         return native.top_k(scores_RV, k)
+    if maxima_RG is None and k <= _MOST_IN_KERNELS and not needs_gradient(scores_RV):
+        run = choose("top_k_tokens", scores_RV, top_k_by_groups, top_k_tokens_triton)
+        return run(scores_RV, k)
+    return top_k_by_groups(scores_RV, k, maxima_RG)
+
+
+def top_k_by_groups(scores_RV: Tensor, k: int, maxima_RG: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`top_k_tokens` in torch, for all but float64."""
+    V = scores_RV.shape[-1]
     num_groups = V // _GROUP
     if num_groups <= 2 * k:
         ids = torch.arange(V, device=scores_RV.device)
@@ -80,6 +94,86 @@ def top_k_tokens(scores_RV: Tensor, k: int, *, maxima_RG: Tensor | None = None) 
         keys = order_keys(scores_RV.gather(-1, ids), ids)
     best_ids = ids_of_keys(keys.topk(k, dim=-1).values)
     return scores_RV.gather(-1, best_ids), best_ids
+
+
+@kernel
+def _order_key(value: tl.tensor, ids: tl.tensor) -> tl.tensor:
+    """In a kernel: `order_keys`."""
+    bits = (value.to(tl.float32) + 0.0).to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & 0x7FFF_FFFF)
+    return (ordered.to(tl.int64) << 32) + (0x7FFF_FFFF - ids.to(tl.int64))
+
+
+@kernel
+def _top_k_of_tiles_kernel(
+    scores_ptr: tl.tensor,
+    keys_ptr: tl.tensor,
+    vocab_size: tl.tensor,
+    NUM_BEST: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ids = tile * TILE + tl.arange(0, TILE)
+    is_inside = ids < vocab_size
+    scores = tl.load(scores_ptr + row * vocab_size + ids, mask=is_inside, other=0.0)
+    keys = tl.where(is_inside, _order_key(scores, ids), -0x7FFF_FFFF_FFFF_FFFF)
+    out = keys_ptr + (row * tl.num_programs(1) + tile) * NUM_BEST
+    for index in range(NUM_BEST):
+        best = tl.max(keys, axis=0)
+        tl.store(out + index, best)
+        keys = tl.where(keys == best, -0x7FFF_FFFF_FFFF_FFFF, keys)
+
+
+@kernel
+def _top_k_of_keys_kernel(
+    scores_ptr: tl.tensor,
+    keys_ptr: tl.tensor,
+    values_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    vocab_size: tl.tensor,
+    num_keys: tl.tensor,
+    NUM_BEST: tl.constexpr,
+    BEST: tl.constexpr,
+    KEYS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, KEYS)
+    keys = tl.load(keys_ptr + row * num_keys + at, mask=at < num_keys, other=-0x7FFF_FFFF_FFFF_FFFF)
+    lane = tl.arange(0, BEST)
+    best_keys = tl.zeros((BEST,), tl.int64)
+    for index in range(NUM_BEST):
+        best = tl.max(keys, axis=0)
+        best_keys = tl.where(lane == index, best, best_keys)
+        keys = tl.where(keys == best, -0x7FFF_FFFF_FFFF_FFFF, keys)
+    ids = 0x7FFF_FFFF - (best_keys & 0x7FFF_FFFF)
+    is_lane = lane < NUM_BEST
+    values = tl.load(scores_ptr + row * vocab_size + ids, mask=is_lane, other=0.0)
+    tl.store(values_ptr + row * NUM_BEST + lane, values, mask=is_lane)
+    tl.store(ids_ptr + row * NUM_BEST + lane, ids, mask=is_lane)
+
+
+def top_k_tokens_triton(scores_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Launch one program per row and tile, then one per row."""
+    V, device = scores_RV.shape[-1], scores_RV.device
+    scores_RV = scores_RV.contiguous()
+    num_rows, num_tiles = scores_RV.numel() // V, triton.cdiv(V, _TILE)
+    keys = torch.empty(num_rows, num_tiles * k, dtype=torch.int64, device=device)
+    values_RC = torch.empty(*scores_RV.shape[:-1], k, dtype=scores_RV.dtype, device=device)
+    ids_RC = torch.empty(values_RC.shape, dtype=torch.int64, device=device)
+    with torch.cuda.device_of(scores_RV):
+        _top_k_of_tiles_kernel[(num_rows, num_tiles)](scores_RV, keys, V, NUM_BEST=k, TILE=_TILE)
+        _top_k_of_keys_kernel[(num_rows,)](
+            scores_RV,
+            keys,
+            values_RC,
+            ids_RC,
+            V,
+            num_tiles * k,
+            NUM_BEST=k,
+            BEST=triton.next_power_of_2(k),
+            KEYS=triton.next_power_of_2(num_tiles * k),
+        )
+    return values_RC, ids_RC
 
 
 def _ids_in_best_groups(maxima_RG: Tensor, k: int) -> Tensor:

@@ -29,9 +29,9 @@ MOST_CALLS = {
     "plain sampled": 16,
     "plain truncated": 55,
     "dflash greedy": 52,
-    "dflash sampled": 65,
-    "dflash2 greedy": 70,
-    "dflash2 sampled": 75,
+    "dflash sampled": 55,
+    "dflash2 greedy": 58,
+    "dflash2 sampled": 60,
 }
 
 

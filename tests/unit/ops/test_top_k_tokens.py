@@ -98,3 +98,28 @@ def test_masked_ids_are_left_out_as_long_as_others_remain() -> None:
     scores[0, [7, 4095]] = torch.tensor([1.0, 2.0])
     values, ids = top_k_tokens(scores, 2)
     assert ids.tolist() == [[4095, 7]] and values.tolist() == [[2.0, 1.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("vocab_size", "k", "tile"), [(5, 5, 16), (64, 4, 16), (65, 16, 32), (301, 7, 64), (40, 1, 64)]
+)
+def test_the_kernels_agree_with_a_stable_sort(
+    kernel_device: torch.device,
+    vocab_size: int,
+    k: int,
+    tile: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Few levels, so that ties lie at the border and across tiles; some ids are masked out, and zeros have signs."""
+    monkeypatch.setattr(module, "_TILE", tile)
+    generator = torch.Generator().manual_seed(vocab_size)
+    scores = ((torch.randint(0, 9, (2, 3, vocab_size), generator=generator) - 4) * 0.75).to(dtype)
+    scores[torch.rand(scores.shape, generator=generator) < 0.3] = -torch.inf
+    scores[1, 2] = -torch.inf
+    scores[0, 0, ::2] = torch.where(scores[0, 0, ::2] == 0, -0.0, scores[0, 0, ::2])
+    values, ids = module.top_k_tokens_triton(scores.to(kernel_device), k)
+    expected_values, expected_ids = top_k_tokens_reference(scores + 0.0, k)
+    assert torch.equal(ids.cpu(), expected_ids)
+    assert values.dtype == dtype and torch.equal(values.cpu(), expected_values)

@@ -15,6 +15,7 @@ from paceline.models.drafters.convolved_layer import convolved_layer
 from paceline.models.drafters.proposal import MAX_CANDIDATES, DraftSampling, Proposal
 from paceline.models.layers import Block, Linear
 from paceline.ops.candidate_walk import candidate_walk
+from paceline.ops.draw_candidates import candidate_log_q
 from paceline.ops.top_k_tokens import top_k_tokens
 
 
@@ -97,9 +98,7 @@ class DFlash2Drafter(BlockDrafter):
             temperature_B=sampling.temperature_B,
             gumbel_BKC=sampling.gumbel(candidate_ids_BKC),
         )
-        divisor_B = torch.where(sampling.temperature_B > 0, sampling.temperature_B, 1.0)
-        log_q_BKC = (scores_BKC / divisor_B[:, None, None]).log_softmax(dim=-1)
-        return Proposal(ids_BK, candidate_ids_BKC, log_q_BKC)
+        return Proposal(ids_BK, candidate_ids_BKC, candidate_log_q(scores_BKC, sampling.temperature_B))
 
 
 def _checked(contract: DrafterContract) -> SelectorSettings:

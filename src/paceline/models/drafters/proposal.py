@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from paceline.checkpoint.contract import DraftSampleMethod
+from paceline.ops.draw_candidates import draw_candidates
 from paceline.ops.noise import DRAFT, TARGET, candidate_gumbel
 
 MAX_CANDIDATES = 32
@@ -58,5 +59,30 @@ class DraftSampling:
             ids_BKC: int64 target ids.
             first: which draft the first of these K positions is, from 0.
         """
-        step_B, domain = (None, TARGET) if self.is_coupled else (self.step_B, DRAFT)
+        step_B, domain = self._keys
         return candidate_gumbel(self.seed_B, step_B, self.position_B, ids_BKC, first=first, domain=domain)
+
+    def draw(self, scores_BKC: Tensor, ids_BKC: Tensor, *, first: int = 0) -> tuple[Tensor, Tensor]:
+        """Draw one of each position's candidates; ids [B, K] and the log-probabilities [B, K, C] of all.
+
+        Args:
+            scores_BKC: descending.
+            ids_BKC: int64 target ids.
+            first: which draft the first of these K positions is, from 0.
+        """
+        step_B, domain = self._keys
+        return draw_candidates(
+            scores_BKC,
+            ids_BKC,
+            temperature_B=self.temperature_B,
+            seed_B=self.seed_B,
+            step_B=step_B,
+            position_B=self.position_B,
+            first=first,
+            domain=domain,
+        )
+
+    @property
+    def _keys(self) -> tuple[Tensor | None, int]:
+        """Steps that are mixed into the seeds, and the domain of the noise."""
+        return (None, TARGET) if self.is_coupled else (self.step_B, DRAFT)
