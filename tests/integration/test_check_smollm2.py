@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import shutil
@@ -19,6 +20,7 @@ from paceline.errors import CompatibilityError
 from paceline.evaluation.contract_search import search_contract
 from paceline.evaluation.own_text import answered, own_questions
 from paceline.models.drafters.dflash import DFlashDrafter
+from paceline.models.drafters.table import Drafter
 from paceline.models.fingerprint import NEAR_TOLERANCE, check_fingerprint, replay_fingerprint
 from paceline.models.loading import LoadedTarget, load_drafter, load_target, read_fingerprint
 from paceline.models.readings import reread
@@ -129,13 +131,30 @@ def test_what_the_numbers_cannot_see_is_named_from_the_record(
     assert text in caught.value.message and drafter.contract.origin in str(caught.value)
 
 
+@pytest.fixture(scope="module")
+def others(target: LoadedTarget) -> dict[str, tuple[Drafter, dict[str, torch.Tensor]]]:
+    """The other shipped drafters and their fingerprints."""
+    found = {}
+    for family in ("dflash2", "dspark", "eagle3"):
+        folder = DRAFTER.with_name(f"smollm2-135m-instruct-{family}")
+        stored = read_fingerprint(folder)
+        assert stored is not None
+        found[family] = load_drafter(str(folder), target, check_fingerprint=False, offline=True).model, stored
+    return found
+
+
 @pytest.mark.parametrize("kind", ["Q8_0", "Q5_0", "Q4_1", "Q4_0"])
 def test_quantised_copies_of_the_target_pass(
-    drafter: DFlashDrafter, stored: dict[str, torch.Tensor], kind: str, caplog: pytest.LogCaptureFixture
+    target: LoadedTarget,
+    drafter: DFlashDrafter,
+    stored: dict[str, torch.Tensor],
+    others: dict[str, tuple[Drafter, dict[str, torch.Tensor]]],
+    kind: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     gguf = pytest.importorskip("gguf")
     which = gguf.GGMLQuantizationType[kind]
-    copied = load_target(ALIAS, dtype="float32", device="cpu", linear_mode="plain", offline=True).model
+    copied = copy.deepcopy(target.model)
     with torch.no_grad():
         for parameter in copied.parameters():
             if parameter.dim() == 2:
@@ -144,9 +163,15 @@ def test_quantised_copies_of_the_target_pass(
     with caplog.at_level(logging.WARNING):
         check_fingerprint(copied, drafter, stored)
     assert ("coarser quantisation" in caplog.text) == (kind in ("Q5_0", "Q4_0"))
+    for other, of_other in others.values():
+        check_fingerprint(copied, other, of_other)
     moved = reread(drafter, target_layer_ids=tuple(map(TargetLayerId, (2, 9, 16, 23, 28))))
     with pytest.raises(CompatibilityError, match="it matches layer 22, the config says 23"):
         check_fingerprint(copied, moved, stored)
+    without_selector, of_other = copy.deepcopy(others["dflash2"][0]), others["dflash2"][1]
+    without_selector.get_parameter("candidate_selector.predecessor_codebook").data.zero_()
+    with pytest.raises(CompatibilityError, match="the drafter's drafts differ"):
+        check_fingerprint(copied, without_selector, of_other)
 
 
 @pytest.mark.parametrize(

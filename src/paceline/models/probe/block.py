@@ -282,7 +282,8 @@ def kept_proposal(proposal: Proposal, stored: Mapping[str, Tensor]) -> dict[str,
         differs = proposal.ids_BK.ne(recorded)
         behind_first = differs.long().cumsum(-1) - differs.long() > 0
         kept["candidate_log_q"] = torch.where(behind_first.unsqueeze(-1), recorded_q, found)
-        kept["draft_ids"] = settled(proposal.ids_BK, recorded, there, recorded_q)
+        is_out = are_most_there.squeeze(-1) & (candidates != recorded.unsqueeze(-1)).all(-1)
+        kept["draft_ids"] = settled(proposal.ids_BK, recorded, there, recorded_q, is_out)
     if proposal.confidence_BK is not None:
         kept["confidence"] = proposal.confidence_BK.float()
     return kept

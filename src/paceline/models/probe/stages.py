@@ -204,17 +204,25 @@ def scored_ids(logits: Tensor) -> Tensor:
     return torch.cat((best, spread.expand(*best.shape[:-1], NUM_TOP)), dim=-1)
 
 
-def settled(found: Tensor, stored: Tensor, candidates: Tensor, log_q: Tensor) -> Tensor:
+def settled(found: Tensor, stored: Tensor, candidates: Tensor, log_q: Tensor, is_out: Tensor) -> Tensor:
     """Drafts with everything taken from the record that a near-tie may turn: [B, K].
 
     A draft follows from those before it. So where the first difference of a block is a near-tie, to a recorded
-    candidate that was hardly less likely, nothing behind it can be compared.
+    candidate that was hardly less likely, nothing behind it can be compared; nor where the recorded draft is no longer
+    in the short list that was chosen from, which the head makes and the logits answer for.
+
+    Args:
+        found: drafts as they are now, [B, K].
+        stored: as they were.
+        candidates: the recorded ones of each row, [B, K, C].
+        log_q: theirs.
+        is_out: bool [B, K], the recorded draft fell off a list that is otherwise the recorded one.
     """
     differs = found.ne(stored)
     gap = log_q.amax(-1, keepdim=True) - log_q
     is_near_tie = ((candidates == found.unsqueeze(-1)) & (gap <= _CLEAR)).any(-1)
     is_first = differs & (differs.long().cumsum(-1) == 1)
-    is_excused = (is_first & is_near_tie).long().cumsum(-1) > 0
+    is_excused = (is_first & (is_near_tie | is_out)).long().cumsum(-1) > 0
     return torch.where(is_excused, stored, found)
 
 

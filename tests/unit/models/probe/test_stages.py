@@ -64,11 +64,17 @@ def test_a_near_tie_may_flip_and_hides_what_follows() -> None:
     recorded = torch.tensor([[4, 5, 6, 7]])
     candidates = torch.tensor([[[4, 9], [5, 9], [6, 9], [7, 9]]])
     log_q = torch.tensor([[[-1.0, -5.0], [-1.0, -1.5], [-1.0, -5.0], [-1.0, -5.0]]])
-    assert settled(torch.tensor([[4, 9, 1, 1]]), recorded, candidates, log_q).tolist() == [[4, 5, 6, 7]]
-    clear = settled(torch.tensor([[9, 5, 6, 7]]), recorded, candidates, log_q)
+    is_out = torch.zeros(1, 4, dtype=torch.bool)
+    assert settled(torch.tensor([[4, 9, 1, 1]]), recorded, candidates, log_q, is_out).tolist() == [[4, 5, 6, 7]]
+    clear = settled(torch.tensor([[9, 5, 6, 7]]), recorded, candidates, log_q, is_out)
     assert clear.tolist() == [[9, 5, 6, 7]], "the other candidate was far less likely"
-    foreign = settled(torch.tensor([[4, 8, 1, 1]]), recorded, candidates, log_q)
+    foreign = settled(torch.tensor([[4, 8, 1, 1]]), recorded, candidates, log_q, is_out)
     assert foreign.tolist() == [[4, 8, 1, 1]], "no candidate at all"
+    is_out[0, 1] = True
+    fallen = settled(torch.tensor([[4, 8, 1, 1]]), recorded, candidates, log_q, is_out)
+    assert fallen.tolist() == [[4, 5, 6, 7]], "the recorded draft could not be chosen"
+    late = settled(torch.tensor([[8, 9, 1, 1]]), recorded, candidates, log_q, is_out)
+    assert late.tolist() == [[8, 9, 1, 1]], "the first difference decides"
 
 
 @pytest.mark.parametrize(
