@@ -23,6 +23,7 @@ MAX_MODEL_LEN = 96
 GREEDY = SamplingParameters(max_tokens=20, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.9, top_p=0.95, seed=5)
 UNDRAFTED = replace(GREEDY, draft_length="off")
+TEXT_LENGTH = 24  # tokens of the reference that are run at once: what most tests ask for, and a block
 FAMILIES = ("dflash", "dflash2", "dspark", "dspark-latent", "eagle3")
 _LATENT = LatentAttentionSettings(
     q_lora_rank=12, kv_lora_rank=16, qk_nope_head_size=8, qk_rope_head_size=8, v_head_size=12
@@ -61,7 +62,7 @@ def prompts_of(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
 
 def stepwise_text(target: LoadedTarget, prompt: Sequence[int], num_tokens: int) -> tuple[int, ...]:
     """Greedy decoding, a token at a time, over contiguous caches."""
-    return _stepwise_text(target, tuple(prompt), num_tokens)
+    return _stepwise_text(target, tuple(prompt), max(num_tokens, TEXT_LENGTH))[:num_tokens]
 
 
 @functools.cache
@@ -106,7 +107,7 @@ def helped(target: LoadedTarget, drafter: LoadedDrafter, prompts: dict[str, Sequ
         settings: of the engine.
     """
     engine = checked(target, drafter, draft_sample_method="greedy", **settings)
-    scripts = {name: (*prompt, *stepwise_text(target, prompt, 40)) for name, prompt in prompts.items()}
+    scripts = {name: (*prompt, *stepwise_text(target, prompt, TEXT_LENGTH)) for name, prompt in prompts.items()}
     return help_drafts(engine, scripts)
 
 

@@ -42,7 +42,7 @@ class LetterTokenizer:
         return "".join(chr(97 + index) for index in ids)
 
 
-VOCAB, NUM_DRAFTS, NUM_SLOTS, NUM_TOKENS, PER_SETTING = 8, 3, 40, 96, 16
+VOCAB, NUM_DRAFTS, NUM_SLOTS, NUM_TOKENS, PER_SETTING = 8, 3, 48, 96, 16
 STOP_ID = 7
 ALPHA = 1e-6
 TOKENIZER = LetterTokenizer()
@@ -278,9 +278,9 @@ def test_block_verification_accepts_at_least_as_much_as_standard() -> None:
     lengths = {}
     for verify_method in ("standard", "block"):
         proposer = TableProposer(q, tiny_drafter_contract(target.contract), method="probabilistic")
-        settings = EngineSettings(max_num_seqs=64, max_model_len=408, verify_method=verify_method)
+        settings = EngineSettings(max_num_seqs=64, max_model_len=208, verify_method=verify_method)
         engine = Engine(target, None, settings, proposer=proposer)
-        each = [SamplingParameters(max_tokens=400, temperature=1.0, seed=seed, ignore_eos=True) for seed in range(64)]
+        each = [SamplingParameters(max_tokens=200, temperature=1.0, seed=seed, ignore_eos=True) for seed in range(64)]
         results = engine.generate([[0]] * 64, each)
         # The last step of a text is cut by the budget.
         whole = itertools.chain.from_iterable(result.trace.records[:-1] for result in results)
