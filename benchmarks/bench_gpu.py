@@ -14,10 +14,11 @@ Parts, in this order, each a process of its own, so that a crash costs one part:
   `--data` is a folder with `gsm8k.jsonl` and token files of the target's own text; without one, the prompts of this
   repository are read.
 * `prefix`: does the gain survive the prefix cache, at 1k and 4k tokens (`prefix_cache_gain.py`).
+* `vllm`, only with `--with-vllm`: its steps (`benchmarks/vllm/`). Its processes start together once nothing of ours is
+  timed, which takes minutes, then measure in turn; their times are put into the rows of `steps`.
 
-`--with-vllm` starts vLLM first (`benchmarks/vllm/`), which takes minutes; the gate runs meanwhile, vLLM measures next,
-and whatever of ours is timed comes after it. Every part writes OUT/NAME.json as its rows come. Exit code 3 if the gate
-says no, 1 if a part failed.
+Every part has a limit of its own, `--steps-seconds` and so on, and writes OUT/NAME.json as its rows come, so a part
+that is cut short leaves what it has. Exit code 3 if the gate says no, 1 if a part failed or was cut short.
 """
 
 from __future__ import annotations
@@ -33,18 +34,20 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.command_line import DRAFTER, TARGET, run, say
 from benchmarks.results import text_table
+from benchmarks.vllm.peers import join_peers, read_peers
 from benchmarks.vllm.stepping import CONFIGS, RESULT
-from benchmarks.vllm.turns import turn
 
 from paceline.errors import EXIT_CHECK_SAYS_NO, EXIT_DONE, EXIT_FAILED
 
 PARTS = ("gate", "micro", "steps", "text", "prefix")
+PEER = "vllm"
 SHAPES = ("smollm2-135m", "qwen3-8b", "k3-mini")
+LIMITS_S = {"gate": 120, "micro": 75, "steps": 300, "text": 180, "prefix": 120, PEER: 420}
 _TIME_UP = "time is up"
 _GRACE_S = 5.0  # between asking a process to end and ending it
 _SMALLEST_S = 10.0  # no part is begun with less
@@ -77,26 +80,20 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     clock = Clock(options.seconds)
-    vllm = start_vllm(options) if options.with_vllm else None
     outcomes: list[Outcome] = []
-    try:
-        if "gate" in options.parts:
-            with turn(options.out / "vllm"):  # nothing is timed here, but vLLM would be disturbed
-                outcomes.append(run_part("gate", options, options.shapes, clock))
-        if vllm is not None:
-            outcomes.append(wait_for_vllm(vllm, options, clock))
-    finally:
-        if vllm is not None:
-            end(vllm)
-    shapes = sound_shapes(options) if "gate" in options.parts and not options.despite_gate else options.shapes
-    for part in PARTS[1:]:
-        if part not in options.parts:
-            continue
+    shapes = options.shapes
+    if "gate" in options.parts:
+        gate_result(options).unlink(missing_ok=True)  # an older verdict is none
+        outcomes.append(run_part("gate", options, shapes, clock))
+        shapes = sound_shapes(options, has_failed=outcomes[0].code != EXIT_DONE)
+    for part in (part for part in PARTS[1:] if part in options.parts):
         wanted = needs(part, shapes)
         if wanted is not None and not wanted:
             outcomes.append(Outcome(part, None, 0.0, "the gate said no"))
         else:
             outcomes.append(run_part(part, options, wanted or shapes, clock))
+    if options.with_vllm:
+        outcomes.append(run_vllm(options, clock))
     print(text_table([vars(outcome) for outcome in outcomes]), flush=True)
     print("files:", *sorted(path.name for path in options.out.glob("*.json")), flush=True)
     return exit_code(outcomes)
@@ -114,10 +111,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--draft-model", default=DRAFTER, help=f"drafter of the text; default {DRAFTER}")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="gsm8k.jsonl and *.npz for `text`")
     parser.add_argument("--with-vllm", action="store_true", help="measure vLLM's steps as well, if it is installed")
-    parser.add_argument("--vllm-seconds", type=float, default=420.0, help="until it is given up; default 420")
     parser.add_argument("--despite-gate", action="store_true", help="measure what did not pass the gate, too")
-    for part in (*PARTS, "vllm"):
+    for part, limit_s in LIMITS_S.items():
         parser.add_argument(f"--{part}-args", default="", metavar="ARGS", help=f"more arguments for `{part}`")
+        parser.add_argument(
+            f"--{part}-seconds", type=float, default=limit_s, metavar="S", help=f"its limit; default {limit_s}"
+        )
     return parser.parse_args(arguments)
 
 
@@ -132,14 +131,17 @@ def command(part: str, options: argparse.Namespace, shapes: Sequence[str], secon
         case "micro":
             return ["gpu_micro", "--seconds", f"{min(60.0, seconds):.0f}", *device, *out, *more]
         case "steps":
-            peer = options.out / "vllm" / RESULT
+            peer = options.out / PEER / RESULT
             peers = ["--peer", str(peer)] if peer.exists() else []
             return ["gpu_steps", "--skip-gate", "--shapes", *shapes, *peers, *device, *out, *more]
         case "text":
-            limit = ["--seconds", f"{max(1.0, seconds - _SMALLEST_S):.0f}"]
+            limit = ["--seconds", f"{max(1.0, seconds - _SMALLEST_S):.0f}"]  # to end by itself
             return ["gpu_text", *models, *text_sets(options.data), *limit, *device, *out, *more]
-        case _:
+        case "prefix":
             return ["prefix_cache_gain", *models, *device, *out, *more]
+        case _:
+            known = [shape for shape in shapes if shape in CONFIGS]
+            return ["vllm.stepping", "--out", str(options.out / PEER), "--shapes", *known, *more]
 
 
 def text_sets(data: Path | None) -> list[str]:
@@ -153,14 +155,15 @@ def text_sets(data: Path | None) -> list[str]:
 
 def run_part(part: str, options: argparse.Namespace, shapes: Sequence[str], clock: Clock) -> Outcome:
     """Run a part to its end, or to the end of the time."""
-    if clock.left_s < _SMALLEST_S:
+    limit_s = min(clock.left_s, getattr(options, f"{part}_seconds"))
+    if limit_s < _SMALLEST_S:
         return Outcome(part, None, 0.0, _TIME_UP)
-    module, *arguments = command(part, options, shapes, clock.left_s)
-    say(f"=== {part}: python -m benchmarks.{shlex.join([module, *arguments])}")
+    module, *arguments = command(part, options, shapes, limit_s)
+    say(f"=== {part}, {limit_s:.0f} s: python -m benchmarks.{shlex.join([module, *arguments])}")
     began_s = time.monotonic()
     process = start(module, arguments)
     try:
-        code: int | None = process.wait(timeout=clock.left_s)
+        code: int | None = process.wait(timeout=limit_s)
     except subprocess.TimeoutExpired:
         code = None
     finally:
@@ -187,33 +190,31 @@ def end(process: subprocess.Popen[bytes]) -> None:
             return
 
 
-def start_vllm(options: argparse.Namespace) -> subprocess.Popen[bytes] | None:
-    """Start all configurations; None if vLLM is not installed or has none of the shapes."""
-    shapes = [shape for shape in options.shapes if shape in CONFIGS]
-    if not shapes or importlib.util.find_spec("vllm") is None:
-        say("=== vllm: not installed" if shapes else "=== vllm: has none of these shapes")
-        return None
-    folder = options.out / "vllm"
-    more = shlex.split(options.vllm_args)
-    return start("vllm.stepping", ["--out", str(folder), "--shapes", *shapes, *more])
+def run_vllm(options: argparse.Namespace, clock: Clock) -> Outcome:
+    """Measure vLLM, and put what it found, if only a part, beside our steps."""
+    if not any(shape in CONFIGS for shape in options.shapes):
+        return Outcome(PEER, None, 0.0, "it has none of these shapes")
+    if importlib.util.find_spec("vllm") is None:
+        return Outcome(PEER, None, 0.0, "not installed")
+    outcome = run_part(PEER, options, options.shapes, clock)
+    count = join_peers(options.out / "gpu-steps.json", read_peers(options.out / PEER / RESULT))
+    return replace(outcome, note=f"{outcome.note} {count} rows have its times".strip())
 
 
-def wait_for_vllm(process: subprocess.Popen[bytes], options: argparse.Namespace, clock: Clock) -> Outcome:
-    """Until it has measured all, or is given up: what it found stays."""
-    began_s = time.monotonic()
-    try:
-        code: int | None = process.wait(timeout=max(0.0, min(options.vllm_seconds, clock.left_s)))
-    except subprocess.TimeoutExpired:
-        code = None
-    return Outcome("vllm", code, round(time.monotonic() - began_s, 1), "given up" if code is None else "")
+def gate_result(options: argparse.Namespace) -> Path:
+    """Where the gate writes what it found."""
+    return Path(options.out / "gpu-gate.json")
 
 
-def sound_shapes(options: argparse.Namespace) -> list[str]:
-    """Those that passed the gate."""
-    path = options.out / "gpu-gate.json"
+def sound_shapes(options: argparse.Namespace, *, has_failed: bool) -> list[str]:
+    """Shapes without those that failed the gate; what it was told to leave out is measured, and named."""
+    path = gate_result(options)
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
-    passed = {row["shape"] for row in rows if row.get("passes")}
-    return [shape for shape in options.shapes if shape in passed]
+    verdicts = {row["shape"]: row["passes"] for row in rows if "passes" in row}
+    unchecked = [shape for shape in options.shapes if shape not in verdicts]
+    if unchecked:
+        say(f"not checked: {', '.join(unchecked)}")
+    return [shape for shape in options.shapes if verdicts.get(shape, not has_failed) or options.despite_gate]
 
 
 def needs(part: str, shapes: Sequence[str]) -> list[str] | None:

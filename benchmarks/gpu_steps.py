@@ -9,13 +9,14 @@ five layers that makes 15 drafts: a step verifies 16 rows of every request and d
 costs where it earns nothing. A closed batch of requests with prompts of 128 random tokens gets 192 tokens each,
 greedily, past any stop; the prefix cache is off.
 
-* `ours_ms`, `peer_ms`: wall time of the whole batch, prompt passes included, over its steps (192 where every draft is
-  refused); the best of some rounds. The peer is measured the same way (`benchmarks/vllm/`) and read from `--peer`.
+* `ours_ms`, `peer_ms`, their ratio `peer_over_ours`: wall time of the whole batch, prompt passes included, over its
+  steps (192 where every draft is refused); the best of some rounds. The peer is measured the same way
+  (`benchmarks/vllm/`) and read from `--peer`.
 * `decode_ms`: wall time of an engine step while all requests decode: the median of a round, the best of the rounds.
 * `step_ms`, `p10_ms`, `p90_ms`: bare steps between events on the device, 50 for warming up, 200 timed, each launched
-  while the one before runs, no results read; `noise` is how far a second series lies off. Contexts grow from 128 to 378
-  tokens, less where a case would take longer than `--case-seconds`: `num_timed` says how many steps were timed. Eager
-  steps are run bare alone.
+  while the one before runs, no results read; `noise` is how far a second series lies off. `context` is the mean of the
+  closed batches. Fewer are timed where a case would take longer than `--case-seconds`: `num_timed`. Eager steps are run
+  bare alone.
 * `floor_ms`: bytes over what a copy reaches, operations over what a product reaches, both measured first
   (`gpu_floors.py`), at the contexts of these steps. `floor_ratio` is `step_ms` over it.
 * `replayed`: share of the bare steps that came from a recording.
@@ -29,7 +30,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import time
 import traceback
@@ -57,8 +57,9 @@ from benchmarks.gpu_gate import (
 from benchmarks.growing_result import GrowingResult
 from benchmarks.random_dense import LINEAR_MODES, random_prompts
 from benchmarks.results import describe_machine, make_result, text_table
-from benchmarks.step_driver import QUEUE_DEPTH, StepTimes, time_steps
+from benchmarks.step_driver import StepTimes, time_steps
 from benchmarks.step_shapes import DFLASH, KINDS, MAIN_SHAPES, PLAIN, SHAPES, make_drafter, make_target
+from benchmarks.vllm.peers import Peers, peer_columns, read_peers
 
 from paceline.errors import EXIT_CHECK_SAYS_NO, EXIT_DONE
 from paceline.trace.acceptance import AcceptanceSummary
@@ -84,6 +85,7 @@ _SHOWN = (
     "mode",
     "ours_ms",
     "peer_ms",
+    "peer_over_ours",
     "decode_ms",
     "step_ms",
     "p10_ms",
@@ -138,7 +140,6 @@ def main(arguments: Sequence[str]) -> int:
         "prefill_chunk_size": PREFILL_CHUNK_SIZE,
         "warm_up": options.warm_up,
         "timed": options.timed,
-        "queue_depth": options.queue_depth,
         "max_model_len": options.max_model_len,
         "linear_mode": options.linear_mode,
         "ceilings": asdict(ceilings),
@@ -183,9 +184,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--case-seconds", type=float, default=12.0, help="rounds and steps of a case are fewer beyond; default 12"
     )
-    parser.add_argument(
-        "--queue-depth", type=positive, default=QUEUE_DEPTH, help="bare steps in the device's hands; default 2"
-    )
     parser.add_argument("--skip-wall", action="store_true", help="bare steps alone: no rounds of closed batches")
     parser.add_argument("--max-model-len", type=positive, default=1024, help="of the engines; default 1024")
     parser.add_argument("--skip-gate", action="store_true", help="measure without checking first")
@@ -193,9 +191,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--peer", type=Path, metavar="FILE", help="JSON lines of benchmarks.vllm.stepping")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="also write FOLDER/NAME.json, such as docs/results")
     options = parser.parse_args(arguments)
-    room = options.prompt_tokens + max(options.new_tokens, 2 * (options.warm_up + options.timed)) + 32
+    room = options.prompt_tokens + options.new_tokens
     if options.max_model_len < room:
-        parser.error(f"--max-model-len has to be at least {room} for so many tokens and steps")
+        parser.error(f"--max-model-len has to be at least {room} for so many tokens")
     return options
 
 
@@ -310,7 +308,7 @@ def measure_shape(
     options: argparse.Namespace,
     device: torch.device,
     ceilings: Ceilings,
-    peers: dict[tuple[str, str, int], dict[str, Any]],
+    peers: Peers,
     result: GrowingResult,
 ) -> None:
     """All cases of a shape, each engine serving all batches, as a server's would."""
@@ -335,8 +333,7 @@ def measure_shape(
                     with_rounds = not options.skip_wall and mode != EAGER
                     row = measure_case(engine, target, chosen, batch, options, ceilings, with_rounds=with_rounds)
                     row = {"shape": shape, "batch": batch, "kind": kind, "mode": mode, **row}
-                    peer = peers.get((shape, kind, batch), {})
-                    result.put(row | {"peer": peer.get("peer"), "peer_ms": peer.get("ms")})
+                    result.put(row | peer_columns(peers, row))
                     say(f"{label}: " + ", ".join(f"{name} {_short(row[name])}" for name in _SHOWN[4:] if name in row))
                     continue
                 engine = None  # it stopped half-way
@@ -373,15 +370,10 @@ def measure_case(
             "num_rounds": len(rounds),
         }
 
+    context = options.prompt_tokens + options.new_tokens // 2
+
     def series(num_warm_up: int, num_timed: int) -> StepTimes:
-        return time_steps(
-            engine,
-            batch=batch,
-            context=options.prompt_tokens,
-            num_warm_up=num_warm_up,
-            num_timed=num_timed,
-            queue_depth=options.queue_depth,
-        )
+        return time_steps(engine, batch=batch, context=context, num_warm_up=num_warm_up, num_timed=num_timed)
 
     expected_ms = series(2, 1).median_ms  # and whatever happens at first use has happened
     num_affordable = int(_SHARE_OF_STEPS * options.case_seconds * 1e3 / expected_ms)
@@ -391,7 +383,6 @@ def measure_case(
     twice = [series(num_warm_up, num_timed) for _ in range(2)]
     num_replayed = engine.stats().num_replayed_steps - num_replayed
     steps = min(twice, key=lambda one: one.median_ms)
-    context = options.prompt_tokens + num_warm_up + num_timed / 2
     floor_ms = step_floor_ms(target, drafter, batch=batch, context=context, ceilings=ceilings)
     return row | {
         "step_ms": steps.median_ms,
@@ -400,6 +391,7 @@ def measure_case(
         "noise": max(one.median_ms for one in twice) / steps.median_ms - 1,
         "floor_ms": floor_ms,
         "floor_ratio": steps.median_ms / floor_ms,
+        "context": context,
         "num_timed": num_timed,
         "replayed": num_replayed / (2 * (num_warm_up + num_timed)),
     }
@@ -447,14 +439,6 @@ def run_round(engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int)
         sum(len(one.token_ids) for one in results),
         AcceptanceSummary.from_steps(records).acceptance_length if drafted else None,
     )
-
-
-def read_peers(path: Path | None) -> dict[tuple[str, str, int], dict[str, Any]]:
-    """The peer's times by shape, kind and batch, from lines of JSON."""
-    if path is None:
-        return {}
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    return {(row["shape"], row["kind"], row["batch"]): row for row in rows if "ms" in row}
 
 
 def _reading_order(row: Any) -> tuple[int, int, int, int]:

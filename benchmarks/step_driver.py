@@ -1,9 +1,8 @@
 """Bare decode steps: the same batch stepped again and again, without requests, results or a host that waits.
 
 An engine's wall time holds prompt passes, bookkeeping and waiting for results. What a step itself costs the device
-shows between events around its launch, while the step before is still being worked on. As an engine runs ahead by one
-step, no more are queued: behind dozens of launches a recorded step takes longer (1.45 in place of 1.03 ms, on an H200).
-Where the host is slower than the device, as in eager mode, the figure is the host's.
+shows between events around its launch, while the step before is still being worked on: an engine runs ahead by one
+step. Where the host is slower than the device, as in eager mode, the figure is the host's.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ if TYPE_CHECKING:
     from paceline.engine.engine import Engine
     from paceline.engine.step import StepBatch
 
-QUEUE_DEPTH = 2  # steps that the device may have in hand, the one that is launched among them
+_QUEUE_DEPTH = 2  # steps that the device has in hand, the one that is launched among them
+_STEPS_ON = 8  # after so many, requests are set back, so that all steps have the same context
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,15 @@ class StepTimes:
         return cls(statistics.median(milliseconds), float(p10), float(p90))
 
 
-def time_steps(
-    engine: Engine, *, batch: int, context: int, num_warm_up: int, num_timed: int, queue_depth: int = QUEUE_DEPTH
-) -> StepTimes:
+def time_steps(engine: Engine, *, batch: int, context: int, num_warm_up: int, num_timed: int) -> StepTimes:
     """Step slots 0 to `batch` - 1 of an idle engine and time every step on its device.
 
     Args:
         engine: without requests; its blocks and slots are borrowed and given back.
         batch: requests.
-        context: positions that each has before the first step. The caches hold whatever lies there.
+        context: positions that each has, within a few. The caches hold whatever lies there.
         num_warm_up: steps before those that count.
         num_timed: steps that count.
-        queue_depth: steps that the device may have in hand, the one that is launched among them.
     """
     import torch
 
@@ -68,12 +65,16 @@ def time_steps(
     state.flush()
     tables.flush()
     make_batch = _batches(engine, batch)
+    first = max(1, context - _STEPS_ON // 2)
+    bound = min(first + _STEPS_ON * rows, each * tables.block_size - rows)
     clock = _DeviceClock(state.device)
     try:
         with torch.inference_mode():
             for index in range(num_steps):
-                step = make_batch(min(context + index * _growth(rows), each * tables.block_size - rows))
-                clock.wait_for_all_but(queue_depth - 1)
+                if index % _STEPS_ON == 0:
+                    _set_back(engine, batch, first)
+                step = make_batch(bound)
+                clock.wait_for_all_but(_QUEUE_DEPTH - 1)
                 clock.begin()
                 engine._loop.run_step(step)
                 clock.end()
@@ -96,9 +97,12 @@ def _admit(engine: Engine, slot: int, context: int) -> None:
         parts.recurrent.begin(slot)
 
 
-def _growth(rows: int) -> int:
-    """Positions that a request moves on by in a step, at most: random drafts are refused but for rare accidents."""
-    return 1 if rows == 1 else 2
+def _set_back(engine: Engine, batch: int, length: int) -> None:
+    """Let requests stand where they stood, on the device, which is not waited for."""
+    parts = engine._loop.parts
+    parts.state.lengths[:batch].fill_(length)
+    if parts.recurrent is not None:
+        parts.recurrent.ends_S[:batch].fill_(length)
 
 
 def _batches(engine: Engine, batch: int) -> Callable[[int], StepBatch]:

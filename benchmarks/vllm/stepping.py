@@ -141,14 +141,19 @@ def measure_all(options: argparse.Namespace) -> int:
 
 def _start(name: str, options: argparse.Namespace) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "benchmarks.vllm.stepping", *sys.argv[1:], "--only", name]
+    # Two that compile the same model at once must not write the same files; a later run finds them again.
+    cache = Path(tempfile.gettempdir()) / "paceline-vllm-cache" / name
+    cache.mkdir(parents=True, exist_ok=True)
     environment = {
         **os.environ,
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        # Two that compile the same model at once must not write the same files; a later run finds them again.
-        "VLLM_CACHE_ROOT": str(Path(tempfile.gettempdir()) / "paceline-vllm-cache" / name),
+        "VLLM_CACHE_ROOT": str(cache),
+        "XDG_CACHE_HOME": str(cache),
     }
+    if not os.access(Path.home(), os.W_OK):
+        environment["HOME"] = str(cache)
     with (options.out / f"{name}.log").open("wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
 

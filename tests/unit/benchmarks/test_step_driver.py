@@ -28,11 +28,13 @@ def test_every_step_runs_all_rows_of_all_requests(is_drafted: bool, monkeypatch:
         return output
 
     monkeypatch.setattr(engine._loop, "run_step", watched)
-    times = time_steps(engine, batch=2, context=40, num_warm_up=2, num_timed=3)
+    times = time_steps(engine, batch=2, context=40, num_warm_up=2, num_timed=10)
     assert 0 < times.p10_ms <= times.median_ms <= times.p90_ms
-    assert [rows for rows, _, _ in seen] == [8 if is_drafted else 1] * 5
+    assert [rows for rows, _, _ in seen] == [8 if is_drafted else 1] * 12
     positions = torch.tensor([positions for _, positions, _ in seen])
-    assert positions[0].tolist() == [40, 40] and (positions[1:] > positions[:-1]).all(), "requests move on"
+    moved = positions[1:] > positions[:-1]
+    assert positions[0].tolist() == [36, 36] == positions[8].tolist(), "requests are set back"
+    assert moved[:7].all() and moved[8:].all() and not moved[7].any(), "and move on in between"
     assert min(token for _, _, tokens in seen for token in tokens) >= 0, "no row was one of padding"
 
 

@@ -1,0 +1,53 @@
+"""vLLM's times beside ours: reads what `stepping.py` wrote, and puts it into rows of `gpu-steps`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+Peers = Mapping[tuple[str, str, int], Mapping[str, Any]]  # by shape, kind and batch
+
+
+def read_peers(path: Path | None) -> Peers:
+    """The peer's times from lines of JSON; a last line that was cut short is left out, as are counters.
+
+    Args:
+        path: None, or of a file that is not there, gives none.
+    """
+    found: dict[tuple[str, str, int], Mapping[str, Any]] = {}
+    if path is None or not path.exists():
+        return found
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if "ms" in row:
+            found[row["shape"], row["kind"], row["batch"]] = row
+    return found
+
+
+def peer_columns(peers: Peers, row: Mapping[str, Any]) -> dict[str, object]:
+    """What a row says of the peer: nothing where that was not measured."""
+    peer = peers.get((row["shape"], row["kind"], row["batch"]), {})
+    ours, theirs = row.get("ours_ms"), peer.get("ms")
+    ratio = theirs / ours if ours and theirs else None
+    return {"peer": peer.get("peer"), "peer_ms": theirs, "peer_over_ours": ratio}
+
+
+def join_peers(result: Path, peers: Peers) -> int:
+    """Put the peer's times into a result file that was written before they were known.
+
+    Returns:
+        Rows that have one now.
+    """
+    from benchmarks.results import rounded, write_result
+
+    if not result.exists():
+        return 0
+    found = json.loads(result.read_text(encoding="utf-8"))
+    found["rows"] = [{**row, **rounded(peer_columns(peers, row))} for row in found["rows"]]
+    write_result(result.parent, found)
+    return sum(row["peer_ms"] is not None for row in found["rows"])
