@@ -17,6 +17,7 @@ from paceline.ops import causal_convolution as convolution
 from paceline.ops import delta_attention as delta
 from paceline.ops import grouped_convolution as grouped
 from paceline.ops import mixture_of_experts as experts
+from paceline.ops.convolved_residual import convolved_residual_reference, convolved_residual_triton
 from paceline.ops.delta_commit import CommitInto, DeltaRecords, commit_delta_reference, commit_delta_triton
 from paceline.ops.gated_activation import Activation, gated_activation_reference, gated_activation_triton
 from paceline.ops.gated_rms_norm import (
@@ -77,6 +78,12 @@ def _gradients(device: torch.device) -> Iterator[Case]:
         "grouped_convolution, gradients",
         partial(compared, reference, grouped.grouped_convolution_gradients_triton, arguments, WIDE),
     )
+    for dtype, allowed in dtypes(device):
+        for name, gain in (("norm", random(device, width)), ("sum", None)):
+            z, own_base, own_change, stream = (part.to(dtype) for part in (x, base, change, dy))
+            both = (convolved_residual_reference, convolved_residual_triton)
+            arguments = (z, own_base, own_change, offset, stream, gain, 1e-5)
+            yield f"convolved_residual, {name}, {dtype}", partial(compared, *both, arguments, 2 * allowed)
 
 
 def _activations(device: torch.device) -> Iterator[Case]:

@@ -1,7 +1,8 @@
 """How `sanitize` compares a kernel with its definition.
 
 Both get copies of their own, each tensor with the strides it has and no memory beside its cells, so that a read past an
-end leaves the allocation. What they return and what they change is compared.
+end leaves the allocation. What they return and what they change is compared. The definition runs on the CPU: a checker
+that slows every launch down has only kernels to look at.
 """
 
 from __future__ import annotations
@@ -43,21 +44,24 @@ def compared(
     reference: Callable[..., object], kernel: Callable[..., object], arguments: tuple[object, ...], allowed: float
 ) -> Found:
     """Run both on copies of their own, and compare results and changed arguments."""
-    given = [_copied(arguments), _copied(arguments)]
+    given = [_copied(arguments, torch.device("cpu")), _copied(arguments)]
     expected, found = (run(*own) for run, own in zip((reference, kernel), given, strict=True))
     pairs = [(expected, found), (given[0], given[1])]
-    errors = [max_error(theirs, ours) for pair in pairs for ours, theirs in zip(*map(_tensors, pair), strict=True)]
+    errors = [
+        max_error(theirs.cpu(), ours) for pair in pairs for ours, theirs in zip(*map(_tensors, pair), strict=True)
+    ]
     return [("", max(errors), allowed)]
 
 
-def _copied(value: Any) -> Any:
-    """The same structure with tensors of the same strides in memory of their own."""
+def _copied(value: Any, device: torch.device | None = None) -> Any:
+    """The same structure with tensors of the same strides in memory of their own, here or on another device."""
     if isinstance(value, Tensor):
         with torch.no_grad():
-            own = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            where = value.device if device is None else device
+            own = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=where)
             return own.copy_(value)
     if isinstance(value, tuple):
-        parts = [_copied(part) for part in value]
+        parts = [_copied(part, device) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     return value
 

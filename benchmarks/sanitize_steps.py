@@ -12,11 +12,18 @@ from torch import Tensor
 from paceline.ops import noise
 from paceline.ops.block_rows import block_rows_reference, block_rows_triton
 from paceline.ops.commit_step import commit_step_reference, commit_step_triton
+from paceline.ops.draw_candidates import (
+    candidate_log_q_reference,
+    candidate_log_q_triton,
+    draw_candidates_reference,
+    draw_candidates_triton,
+)
 from paceline.ops.finalise_block import Verdict
 from paceline.ops.slot_columns import FIRST_STOP, IS_ALIVE, LIMIT, NUM_FRACTIONS, NUM_WHOLE, SlotColumns
 from paceline.ops.step_rows import CacheCells, WaitingDrafts, step_rows_reference, step_rows_triton
 from paceline.ops.store_drafts import store_drafts_reference, store_drafts_triton
 from paceline.ops.target_distribution import temper_logits_reference, temper_logits_triton
+from paceline.ops.top_k_tokens import top_k_tokens_reference, top_k_tokens_triton
 
 _EXACT = 0.0  # copies and integers
 _SLOTS, _DRAFTS, _CANDIDATES, _VOCABULARY = 5, 4, 3, 50  # the last slot is the trash slot
@@ -24,7 +31,7 @@ _SLOTS, _DRAFTS, _CANDIDATES, _VOCABULARY = 5, 4, 3, 50  # the last slot is the 
 
 def step_cases(device: torch.device) -> Iterator[Case]:
     """All cases of a step's ends."""
-    for make in (_rows, _blocks, _commits, _stores, _noise, _tempered):
+    for make in (_rows, _blocks, _commits, _stores, _noise, _tempered, _draws, _best):
         yield from make(device)
 
 
@@ -118,3 +125,24 @@ def _tempered(device: torch.device) -> Iterator[Case]:
         logits[1, 0, 5] = -torch.inf  # no grammar takes it
         both = (temper_logits_reference, temper_logits_triton)
         yield f"temper_logits, {dtype}", partial(compared, *both, (logits, temperature), allowed)
+
+
+def _draws(device: torch.device) -> Iterator[Case]:
+    shape = (3, _DRAFTS, _CANDIDATES)
+    scores, ids = random(device, *shape).sort(-1, descending=True).values, torch.randint(50, shape, device=device)
+    scores[1, 2] = -torch.inf  # no candidate is possible
+    temperature, keys = torch.tensor([0.0, 0.7, 1.0], device=device), torch.tensor([5, 8, 9], device=device)
+    arguments = (scores, ids, temperature, keys, keys + 1, keys + 11, 0, noise.DRAFT)
+    yield "draw_candidates", partial(compared, draw_candidates_reference, draw_candidates_triton, arguments, 1e-5)
+    both = (candidate_log_q_reference, candidate_log_q_triton)
+    yield "candidate_log_q", partial(compared, *both, (scores, temperature), 1e-5)
+
+
+def _best(device: torch.device) -> Iterator[Case]:
+    for dtype, _ in dtypes(device):
+        scores = random(device, 2, 3, 2500, dtype=dtype)  # in bf16 with many equal ones
+        scores[0, 0, 900:] = -torch.inf
+        yield (
+            f"top_k_tokens, {dtype}",
+            partial(compared, top_k_tokens_reference, top_k_tokens_triton, (scores, 6), _EXACT),
+        )
