@@ -44,7 +44,20 @@ _ALLOWED = 2**-7  # relative error in bf16
 _MOST_SHARED_BYTES = 190 * 1024  # of a multiprocessor, for keys and values
 _MOST_CACHE_BYTES = 24 * 2**30
 _MOST_CHECKED_KEYS = 2**17  # over all requests
-_KEY = ("shape", "batch", "context", "rows", "starts", "parts", "least_keys", "keys", "warps", "stages")
+_LAUNCHES = (  # queries, keys, warps, stages
+    (16, 64, 4, 3),
+    (16, 64, 8, 3),
+    (16, 128, 4, 3),
+    (16, 128, 8, 2),
+    (16, 128, 8, 3),
+    (16, 256, 8, 2),
+    (32, 64, 8, 3),
+    (32, 128, 8, 2),
+    (64, 64, 4, 3),
+    (64, 64, 8, 3),
+    (64, 128, 8, 2),
+)
+_KEY = ("shape", "batch", "context", "rows", "starts", "parts", "queries", "keys", "warps", "stages", "least_turns")
 _COLUMNS = (*_KEY, "us", "floor_us", "ratio", "sdpa_us", "error")
 
 
@@ -196,7 +209,7 @@ def measure(
 
     num_layers = max(2, min(20, clock.copies(size.num_bytes), _MOST_CACHE_BYTES // size.num_bytes))
     inputs = Inputs.make(size, num_layers, clock.device)
-    chosen = kernels.choose_launch(size.num_query_rows, size.shape.H, inputs.planes.dtype)
+    chosen = kernels.choose_launch(size.num_query_rows, size.batch * size.shape.M, size.shape.H, inputs.planes.dtype)
     error = _error(inputs, chosen) if size.batch * size.context <= _MOST_CHECKED_KEYS else None
     if error is not None and not error <= _ALLOWED:
         raise ValueError(f"wrong by {error}")
@@ -217,10 +230,11 @@ def measure(
             "rows": size.rows,
             "starts": starts,
             "parts": parts,
-            "least_keys": launch.least_keys,
+            "queries": launch.queries,
             "keys": launch.keys,
             "warps": launch.warps,
             "stages": launch.stages,
+            "least_turns": launch.least_turns,
             "is_chosen": (launch, parts) == (chosen, _parts(size, inputs, chosen)),
             "us": us,
             "floor_us": floor_us,
@@ -245,22 +259,14 @@ def _variants(size: Size, chosen: Launch, inputs: Inputs, sweep: str) -> Iterato
     parts = _parts(size, inputs, chosen)
     yield chosen, parts
     if sweep == "parts":
-        others = [(chosen, number) for number in (1, 2, 4, 8, 16, 32) if number != parts]
-        others += [(replace(chosen, least_keys=keys), 32) for keys in (64, 128, 512, 1024)]
-        yield from others if size.batch == 1 else others[:6]
+        yield from ((chosen, number) for number in (1, 2, 4, 8, 16, 32) if number != parts)
+        yield from ((replace(chosen, least_turns=turns), 32) for turns in (1, 4, 8))
     elif sweep == "keys":
-        for keys, warps, stages in (
-            (64, 4, 3),
-            (64, 4, 5),
-            (64, 2, 3),
-            (128, 2, 3),
-            (128, 4, 2),
-            (128, 8, 3),
-            (256, 8, 2),
-        ):
-            launch = replace(chosen, keys=keys, warps=warps, stages=stages)
-            if 4 * keys * stages * size.shape.H <= _MOST_SHARED_BYTES and (size.rows == 1 or keys < 256):
-                yield launch, parts
+        for queries, keys, warps, stages in _LAUNCHES:
+            launch = replace(chosen, queries=queries, keys=keys, warps=warps, stages=stages)
+            is_needed = queries == 16 or queries // 2 < size.num_query_rows
+            if launch != chosen and is_needed and 4 * keys * stages * size.shape.H <= _MOST_SHARED_BYTES:
+                yield launch, _parts(size, inputs, launch)
 
 
 def _call(inputs: Inputs, layer: int, launch: Launch, parts: int) -> Callable[[], object]:

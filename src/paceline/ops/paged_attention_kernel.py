@@ -23,13 +23,15 @@ from paceline.ops.dispatch import dependent_launch, kernel, tl, triton
 _FEWEST = 16  # the smallest side of a matrix product on tensor cores
 _MOST_QUERIES = 128  # packed rows of a tile
 _MOST_SUMS = 128 * 128  # of a tile, in registers; a quarter of them where products are not those of tensor cores
-_WANTED_PROGRAMS = 256  # two on each of 132 multiprocessors, nearly
+_MOST_FEW = 32  # rows of a tile that leave registers for turns of more keys
+_MULTIPROCESSORS = 132
+_WANTED_PROGRAMS = 256  # two on each, nearly
 _MOST_PARTS = 32
 _MOST_JOINED = 2**17  # sums that the last to arrive reads
-_JOINED_AT_ONCE = 2**13  # of these, in registers
-LEAST_KEYS = 256  # of a part: fewer take less time than to hand over sums
 _MOST_KEYS, _TURN_BYTES = 128, 2**14  # of keys in a turn, and as much of values
 _STAGES = 3  # turns on their way: with more, a multiprocessor has shared memory for one program only
+_SHARED_BYTES = 96 * 1024
+_MOST_JOIN_STAGES = 8  # parts whose sums are on their way
 _NO_WINDOW = 2**30
 _NUM_COUNTERS = 2**16
 # Arrivals at each tile of a launch, zero between launches. Launches on a device follow each other, on one stream.
@@ -45,14 +47,15 @@ class Launch:
         keys: of a turn.
         warps: of a program.
         stages: turns whose keys and values are on their way.
-        least_keys: of a part.
+        least_turns: of a part: fewer take less time than to hand over sums. Contexts of up to twice as many are not
+            shared.
     """
 
     queries: int
     keys: int
     warps: int
     stages: int
-    least_keys: int = LEAST_KEYS
+    least_turns: int = 2
 
 
 @kernel
@@ -84,8 +87,8 @@ def _paged_attention_kernel(
     PAGE: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
-    PARTS: tl.constexpr,
-    JOINED: tl.constexpr,
+    IS_SHARED: tl.constexpr,
+    JOIN_STAGES: tl.constexpr,
     HAS_TAIL: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     HAS_FIRSTS: tl.constexpr,
@@ -111,6 +114,8 @@ def _paged_attention_kernel(
         end = tl.minimum(end, start + last_row + 1)
     num_turns = tl.cdiv(end - lowest, KEYS)
     turns_per_part = tl.maximum(tl.cdiv(num_turns, tl.num_programs(2)), least_turns)
+    if num_turns <= 2 * least_turns:
+        turns_per_part = num_turns
     num_active = tl.cdiv(num_turns, turns_per_part)
     if part >= num_active:
         return
@@ -178,99 +183,48 @@ def _paged_attention_kernel(
         mixed = mixed * kept[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
         largest, key, block = raised, next_key, next_block
 
-    if PARTS > 1:
+    is_last = True
+    is_cell = is_query[:, None] & is_channel[None, :]
+    if IS_SHARED:
         group = tl.program_id(1) * tl.num_programs(0) + tile
+        num_shared = (tl.num_programs(1) * tl.num_programs(0)).to(tl.int64) * tl.num_programs(2)
         if num_active > 1:
-            num_shared = (tl.num_programs(1) * tl.num_programs(0)).to(tl.int64) * tl.num_programs(2)
             totals_ptr = sums_ptr + num_shared * (QUERIES * HEAD)
             largest_ptr = totals_ptr + num_shared * QUERIES
-            first_cell = group.to(tl.int64) * tl.num_programs(2) * QUERIES
-            cell = first_cell + part * QUERIES + tl.arange(0, QUERIES)
-            is_cell = is_query[:, None] & is_channel[None, :]
-            tl.store(sums_ptr + cell[:, None] * HEAD + channel[None, :], mixed, mask=is_cell)
-            tl.store(totals_ptr + cell, total, mask=is_query)
-            tl.store(largest_ptr + cell, largest, mask=is_query)
+            first_cell = group.to(tl.int64) * tl.num_programs(2) * QUERIES + tl.arange(0, QUERIES)
+            sums_at = sums_ptr + first_cell[:, None] * HEAD + channel[None, :]
+            tl.store(sums_at + part * (QUERIES * HEAD), mixed, mask=is_cell)
+            tl.store(totals_ptr + first_cell + part * QUERIES, total, mask=is_query)
+            tl.store(largest_ptr + first_cell + part * QUERIES, largest, mask=is_query)
             tl.debug_barrier()  # all threads have stored before one of them says so
             arrived = tl.atomic_add(counter_ptr + group, 1, sem="acq_rel")
-            if arrived == num_active - 1:
+            is_last = arrived == num_active - 1
+            if is_last:
                 tl.store(counter_ptr + group, 0)
-                others = tl.arange(0, PARTS)
-                is_other = others < num_active
-                num_queries = tl.minimum(num_rows * GROUP - tile * QUERIES, QUERIES)
-                for begin in tl.range(0, num_queries, JOINED, num_stages=2):
-                    within = begin + tl.arange(0, JOINED)
-                    is_within = within < num_queries
-                    cells = first_cell + others[:, None] * QUERIES + within[None, :]
-                    is_share = is_other[:, None] & is_within[None, :]
-                    found = tl.load(largest_ptr + cells, mask=is_share, other=-1.0e30, cache_modifier=".cg")
-                    found_total = tl.load(totals_ptr + cells, mask=is_share, other=0.0, cache_modifier=".cg")
-                    sums = tl.load(
-                        sums_ptr + cells[:, :, None] * HEAD + channel[None, None, :],
-                        mask=is_share[:, :, None] & is_channel[None, None, :],
-                        other=0.0,
-                        cache_modifier=".cg",
-                    )
-                    largest_of_all = tl.maximum(tl.max(found, axis=0), -1.0e29)
-                    taken = tl.exp2(found - largest_of_all[None, :])
-                    joined_query = tile * QUERIES + within
-                    _write(
-                        tl.sum(sums * taken[:, :, None], axis=0),
-                        tl.sum(found_total * taken, axis=0),
-                        largest_of_all,
-                        joined_query,
-                        is_within,
-                        y_ptr + (request.to(tl.int64) * num_rows * KV_HEADS + head) * (GROUP * HEAD),
-                        sink_ptr + head * GROUP,
-                        KV_HEADS,
-                        GROUP,
-                        HEAD,
-                        CHANNELS,
-                        HAS_SINK,
-                    )
-            return
-    _write(
-        mixed,
-        total,
-        largest,
-        query,
-        is_query,
-        y_ptr + (request.to(tl.int64) * num_rows * KV_HEADS + head) * (GROUP * HEAD),
-        sink_ptr + head * GROUP,
-        KV_HEADS,
-        GROUP,
-        HEAD,
-        CHANNELS,
-        HAS_SINK,
-    )
-
-
-@kernel
-def _write(
-    mixed: tl.tensor,
-    total: tl.tensor,
-    largest: tl.tensor,
-    query: tl.tensor,
-    is_query: tl.tensor,
-    y_ptr: tl.tensor,
-    sink_ptr: tl.tensor,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    HAS_SINK: tl.constexpr,
-) -> None:
-    """Divide sums by the totals of their weights, sinks included, and store them."""
-    if HAS_SINK:
-        sink = tl.load(sink_ptr + query % GROUP).to(tl.float32) * 1.4426950408889634
-        raised = tl.maximum(largest, sink)
-        kept = tl.exp2(largest - raised)
-        total = total * kept + tl.exp2(sink - raised)
-        mixed = mixed * kept[:, None]
-    channel = tl.arange(0, CHANNELS)
-    y = (mixed / tl.where(is_query, total, 1.0)[:, None]).to(y_ptr.dtype.element_ty)
-    cell = (query // GROUP) * (KV_HEADS * GROUP * HEAD) + query % GROUP * HEAD
-    is_cell = is_query[:, None] & (channel < HEAD)[None, :]
-    tl.store(y_ptr + cell[:, None] + channel[None, :], y, mask=is_cell)
+                largest = tl.full([QUERIES], -1.0e29, dtype=tl.float32)
+                total = tl.zeros([QUERIES], dtype=tl.float32)
+                joined = tl.zeros([QUERIES, CHANNELS], dtype=tl.float32)
+                for other in tl.range(0, num_active, num_stages=JOIN_STAGES):
+                    cell = first_cell + other * QUERIES
+                    found = tl.load(largest_ptr + cell, mask=is_query, other=-1.0e29, cache_modifier=".cg")
+                    found_total = tl.load(totals_ptr + cell, mask=is_query, other=0.0, cache_modifier=".cg")
+                    sums = tl.load(sums_at + other * (QUERIES * HEAD), mask=is_cell, other=0.0, cache_modifier=".cg")
+                    raised = tl.maximum(largest, found)
+                    kept, taken = tl.exp2(largest - raised), tl.exp2(found - raised)
+                    total = total * kept + found_total * taken
+                    joined = joined * kept[:, None] + sums * taken[:, None]
+                    largest = raised
+                mixed = joined
+    if is_last:
+        if HAS_SINK:
+            sink = tl.load(sink_ptr + head * GROUP + query % GROUP).to(tl.float32) * 1.4426950408889634
+            raised = tl.maximum(largest, sink)
+            kept = tl.exp2(largest - raised)
+            total = total * kept + tl.exp2(sink - raised)
+            mixed = mixed * kept[:, None]
+        y = (mixed / tl.where(is_query, total, 1.0)[:, None]).to(y_ptr.dtype.element_ty)
+        y_at = (request.to(tl.int64) * num_rows + row) * (KV_HEADS * GROUP) + head * GROUP + query % GROUP
+        tl.store(y_ptr + y_at[:, None] * HEAD + channel[None, :], y, mask=is_cell)
 
 
 @kernel
@@ -313,7 +267,7 @@ def paged_attention_triton(
     assert planes.is_contiguous() and table.is_contiguous() and (tail is None or tail.is_contiguous()), "as caches are"
     group = N // num_kv_heads
     if launch is None:
-        launch = choose_launch(T * group, H, planes.dtype)
+        launch = choose_launch(T * group, B * num_kv_heads, H, planes.dtype)
     num_tiles = triton.cdiv(T * group, launch.queries)
     num_tiled = B * num_kv_heads * num_tiles
     if num_parts is None:
@@ -327,8 +281,6 @@ def paged_attention_triton(
         assert num_tiled <= _NUM_COUNTERS, "so many tiles fill any GPU without sharing contexts"
         sums = _room_for_sums(num_tiled * num_parts * launch.queries * (H + 2), device)
         counters = _counters_of(device)
-    # Few variants are compiled: up to 8 parts, or up to 32.
-    parts_read = 1 if num_parts == 1 else 8 if num_parts <= 8 else triton.next_power_of_2(num_parts)
     is_early = dependent_launch()
     with torch.cuda.device_of(q_BTNH):
         _paged_attention_kernel[num_tiles, B * num_kv_heads, num_parts](
@@ -348,7 +300,7 @@ def paged_attention_triton(
             table.shape[1],
             *q_BTNH.stride()[:3],
             _NO_WINDOW if window is None else min(window, _NO_WINDOW),
-            triton.cdiv(launch.least_keys, launch.keys),
+            launch.least_turns,
             scale * math.log2(math.e),
             KV_HEADS=num_kv_heads,
             GROUP=group,
@@ -357,8 +309,8 @@ def paged_attention_triton(
             PAGE=page_size,
             QUERIES=launch.queries,
             KEYS=launch.keys,
-            PARTS=parts_read,
-            JOINED=max(1, min(launch.queries, _JOINED_AT_ONCE // (parts_read * channels))),
+            IS_SHARED=num_parts > 1,
+            JOIN_STAGES=max(2, min(_MOST_JOIN_STAGES, _SHARED_BYTES // (4 * launch.queries * channels))),
             HAS_TAIL=tail is not None,
             IS_CAUSAL=is_causal,
             HAS_FIRSTS=firsts_B is not None,
@@ -381,19 +333,30 @@ def channels_of(head_size: int) -> int:
     return max(_FEWEST, int(triton.next_power_of_2(head_size)))
 
 
-def choose_launch(num_query_rows: int, head_size: int, dtype: torch.dtype) -> Launch:
-    """What fits a shape; the number of requests does not matter.
+def choose_launch(num_query_rows: int, num_heads: int, head_size: int, dtype: torch.dtype) -> Launch:
+    """What fits a shape.
+
+    With few requests a launch takes as long as one program takes for its part, and many are idle: tiles of few rows,
+    each of which reads the keys for itself. With many requests memory is what everybody waits for.
 
     Args:
         num_query_rows: T * G.
+        num_heads: B * M, of keys.
         head_size: H.
         dtype: of keys and values.
     """
     channels = channels_of(head_size)
     most_sums = _MOST_SUMS if dtype.itemsize < 4 else _MOST_SUMS // 4
     fitting = min(_MOST_QUERIES, max(_FEWEST, most_sums // channels))
-    queries = min(fitting, max(_FEWEST, int(triton.next_power_of_2(num_query_rows))))
-    keys = min(_MOST_KEYS, max(_FEWEST, _TURN_BYTES // (channels * dtype.itemsize)))
+    largest = min(fitting, max(_FEWEST, int(triton.next_power_of_2(num_query_rows))))
+    queries = _FEWEST
+    while queries < largest and num_heads * triton.cdiv(num_query_rows, queries) > _MULTIPROCESSORS:
+        queries *= 2
+    of_key = channels * dtype.itemsize
+    if queries <= _MOST_FEW:
+        keys = min(_MOST_KEYS, max(_FEWEST, 2 * _TURN_BYTES // of_key))
+        return Launch(queries, keys, 8, max(2, min(_STAGES, _SHARED_BYTES // (2 * keys * of_key))))
+    keys = min(_MOST_KEYS, max(_FEWEST, _TURN_BYTES // of_key))
     return Launch(queries, keys, 8 if queries > 64 or channels > 128 else 4, _STAGES)
 
 
@@ -408,7 +371,11 @@ def choose_parts(num_tiled: int, most_keys: int, num_sums: int, launch: Launch) 
     """
     parts = 1
     most = min(_MOST_PARTS, _MOST_JOINED // num_sums)
-    while 2 * parts <= most and num_tiled * parts < _WANTED_PROGRAMS and most_keys >= 2 * parts * launch.least_keys:
+    while (
+        2 * parts <= most
+        and num_tiled * parts < _WANTED_PROGRAMS
+        and most_keys >= 2 * parts * launch.least_turns * launch.keys
+    ):
         parts *= 2
     return parts
 

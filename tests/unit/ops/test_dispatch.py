@@ -193,7 +193,7 @@ for reads_q, is_block in ((True, False), (True, True), (False, False)):
         {"NUM_ROWS": 8, "GREEDY_BELOW": 1e-5, "READS_Q": reads_q, "IS_BLOCK": is_block, "HAS_LOG_Q": reads_q,
          "ALL_GREEDY": False, "ACCEPT": 0x4143_4350, "TILES": 32, "CANDIDATES": 16},
     )
-for queries, parts, has_tail in ((16, 8, False), (64, 32, True), (128, 1, False)):
+for queries, is_shared, has_tail in ((16, True, False), (64, True, True), (128, False, False)):
     compile_for_hopper(
         paged_attention_kernel._paged_attention_kernel,
         named("q_ptr planes_ptr tail_ptr y_ptr", "bf16")
@@ -203,7 +203,7 @@ for queries, parts, has_tail in ((16, 8, False), (64, 32, True), (128, 1, False)
         named("num_rows num_blocks num_columns q_request_stride q_row_stride q_head_stride window least_turns", "i32")
         | named("scale", "fp32"),
         {"KV_HEADS": 3, "GROUP": 3, "HEAD": 64, "CHANNELS": 64, "PAGE": 64, "QUERIES": queries, "KEYS": 128,
-         "PARTS": parts, "JOINED": 4, "HAS_TAIL": has_tail, "IS_CAUSAL": False, "HAS_FIRSTS": has_tail,
+         "IS_SHARED": is_shared, "JOIN_STAGES": 4, "HAS_TAIL": has_tail, "IS_CAUSAL": False, "HAS_FIRSTS": has_tail,
          "HAS_SINK": has_tail, "USE_PDL": not has_tail},
     )
 print("compiled")

@@ -19,7 +19,7 @@ from paceline.ops import paged_attention_kernel as kernels
 from paceline.ops.paged_attention import paged_attention_reference
 from paceline.ops.paged_attention_kernel import Launch, choose_launch, choose_parts, paged_attention_triton
 
-SMALL = Launch(queries=16, keys=16, warps=4, stages=2, least_keys=16)
+SMALL = Launch(queries=16, keys=16, warps=4, stages=2, least_turns=1)
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +87,7 @@ def test_rows_of_padding_disturb_nobody(kernel_device: torch.device, num_parts: 
 @pytest.mark.parametrize("block_size", [16, 32, 64])
 def test_a_turn_and_a_block_need_not_be_alike(kernel_device: torch.device, block_size: int) -> None:
     for keys in (16, 64):
-        launch = Launch(queries=32, keys=keys, warps=4, stages=2, least_keys=keys)
+        launch = Launch(queries=32, keys=keys, warps=4, stages=2, least_turns=1)
         check(kernel_device, [130, 63], 7, 2, launch=launch, block_size=block_size, window=40)
         check(kernel_device, [130, 63], 7, 2, launch=launch, block_size=block_size, has_tail=True)
 
@@ -141,15 +141,19 @@ def test_blocks_of_other_sizes_are_refused() -> None:
 
 def test_a_launch_follows_from_shapes() -> None:
     bf16 = torch.bfloat16
-    assert choose_launch(3, 64, bf16) == Launch(16, 128, 4, 3) and choose_launch(48, 64, bf16) == Launch(64, 128, 4, 3)
-    assert choose_launch(4, 128, bf16) == Launch(16, 64, 4, 3)
-    assert choose_launch(4096, 128, bf16) == Launch(128, 64, 8, 3)
-    assert choose_launch(64, 512, bf16).queries * 512 <= 128 * 128
-    alone = choose_launch(3, 64, bf16)
+    assert choose_launch(3, 3, 64, bf16) == Launch(16, 128, 8, 3) and choose_launch(4, 8, 128, bf16) == Launch(
+        16, 128, 8, 2
+    )
+    assert choose_launch(48, 3, 64, bf16).queries == 16, "few requests: programs for every 16 rows"
+    assert choose_launch(64, 64, 128, bf16).queries == 32
+    assert choose_launch(48, 96, 64, bf16) == Launch(64, 128, 4, 3), "many: a key is read once"
+    assert choose_launch(4096, 8, 128, bf16) == Launch(128, 64, 8, 3)
+    assert choose_launch(64, 512, 512, bf16).queries * 512 <= 128 * 128
+    alone = choose_launch(3, 3, 64, bf16)
     assert choose_parts(3, 2**15, 3 * 64, alone) == 32, "few programs: as many parts as there may be"
     assert choose_parts(3, 320, 3 * 64, alone) == 1, "a context too short to be shared"
     assert choose_parts(96, 2**15, 48 * 64, alone) == 4 and choose_parts(256, 2**15, 64 * 128, alone) == 1
-    assert choose_parts(8, 2**15, 64 * 128, choose_launch(64, 128, bf16)) == 16, "as many sums as one may join"
+    assert choose_parts(8, 2**15, 64 * 128, alone) == 16, "as many sums as one may join"
 
 
 PLANTED = {
@@ -171,10 +175,13 @@ PLANTED = {
     "the tail of another request": ("head * tail_size + request * num_rows - start", "head * tail_size - start"),
     "a causal tail is not": ("if HAS_TAIL and not IS_CAUSAL:", "if HAS_TAIL:"),
     "sinks are forgotten": ("    if HAS_SINK:\n", "    if HAS_SINK and False:\n"),
-    "the last part is left out": ("is_other = others < num_active", "is_other = others < num_active - 1"),
-    "parts are not weighed": ("taken = tl.exp2(found - largest_of_all[None, :])", "taken = tl.exp2(0.0 * found)"),
+    "the last part is left out": (
+        "for other in tl.range(0, num_active, num_stages",
+        "for other in tl.range(0, num_active - 1, num_stages",
+    ),
+    "parts are not weighed": ("tl.exp2(found - raised)", "tl.exp2(0.0 * found)"),
     "counters are left as they are": ("tl.store(counter_ptr + group, 0)", "tl.store(counter_ptr + group, 1)"),
-    "idle parts are read": ("is_other = others < num_active", "is_other = others < tl.num_programs(2)"),
+    "idle parts are read": ("tl.range(0, num_active, num_stages", "tl.range(0, tl.num_programs(2), num_stages"),
     "groups are mixed up": ("q_at += (row * q_row_stride + query % GROUP", "q_at += (row * q_row_stride + query % 2"),
 }
 
