@@ -23,7 +23,7 @@ from paceline.ops.paged_attention import PagedAttend
 from paceline.ops.project_heads import Cells, HeadForm, project_heads_reference, project_heads_triton
 from paceline.ops.rotary import rotary_table
 from paceline.ops.scale_rows import scale_rows
-from paceline.ops.skinny_product import ScaledRows, Tile, new_counters
+from paceline.ops.skinny_product import ScaledRows, Tile, held_tile, new_counters
 
 OPERATIONS = ("heads", "o", "gated", "down")
 ALLOWED_ERROR = 1e-2  # of bf16 results against float32
@@ -264,6 +264,10 @@ def tiles(name: str, shape: Shape) -> Iterator[Tile]:
     else:
         outputs = (16, 32, 64, 128) if name in ("o", "down") else (32, 64, 128)
     least = 90 if width >= 4096 else 24
+    if width <= 2048:
+        for output, warps in itertools.product(outputs[:2], (4, 8)):
+            if held_tile(output, width, warps).block * warps * (output + 16) * 2 < 220_000:
+                yield held_tile(output, width, warps)
     for output, block, parts in itertools.product(outputs, (64, 128, 256), (1, 2, 3, 4, 8)):
         num_programs = -(-num_outputs // output) * parts
         turns = -(-width // (block * parts))
@@ -278,6 +282,9 @@ def tiles(name: str, shape: Shape) -> Iterator[Tile]:
             for warps in (4, 8) if output * block >= 8192 else (4,):
                 if (stages - 1) * per_stage < 220_000:
                     yield Tile(output, block, parts, warps, stages)
+        if width >= 4096:
+            for ahead in (16_384, 65_536):
+                yield Tile(output, block, parts, 4, most, ahead)
 
 
 def _bound(function: Callable[..., Tensor], *arguments: object) -> Call:

@@ -48,12 +48,15 @@ def main(arguments: Sequence[str]) -> int:
     from benchmarks.gpu_layer_cases import SHAPES, TINY
     from benchmarks.gpu_micro_clock import Bench, Ceilings, GraphClock
 
+    from paceline.ops import skinny_product
+
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {options.device} was asked for; torch sees no GPU", hint="--device cpu")
     torch.manual_seed(0)
     bench = Bench(GraphClock(device, options.num_replays), Ceilings(options.bandwidth_tb * 1e12))
     shapes = [shape for shape in SHAPES if shape.name in options.shapes] if bench.is_real else [TINY]
+    skinny_product._LARGEST_DEPENDENT_BYTES = int(options.dependent_mb * 1e6)  # type: ignore[misc]
     sweep = _Sweep(bench, options.seconds)
     for shape in shapes:
         for num_rows in options.rows:
@@ -77,6 +80,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--operations", nargs="+", choices=(*OPERATIONS, "stack"), default=[*OPERATIONS, "stack"])
     parser.add_argument("--tune", action="store_true", help="try many cuts of each product, and name the best")
     parser.add_argument("--processes", type=positive, default=12, help="that compile cuts to be tried; default 12")
+    parser.add_argument(
+        "--dependent-mb", type=float, default=1e6, help="largest weight of a launch that begins early; default any"
+    )
     parser.add_argument("--seconds", type=float, default=80.0, help="for everything; default 80")
     parser.add_argument("--num-replays", type=positive, default=15, help="of each graph; default 15")
     parser.add_argument("--bandwidth-tb", type=float, default=4.3, help="for the floor, TB/s; default 4.3")
@@ -188,7 +194,10 @@ def _tune(sweep: _Sweep, shape: Shape, num_rows: int, options: argparse.Namespac
     cuts = [(name, tile) for name in options.operations if name != "stack" for tile in tiles(name, shape)]
     began_s = time.monotonic()
     if sweep.bench.is_real and options.processes > 1:
-        jobs = [(shape, num_rows, cuts[first :: options.processes]) for first in range(options.processes)]
+        jobs = [
+            (shape, num_rows, options.dependent_mb, cuts[first :: options.processes])
+            for first in range(options.processes)
+        ]
         # Spawned: a process that was forked cannot use CUDA. What they compile lands in Triton's cache on disk.
         context = multiprocessing.get_context("spawn")
         with concurrent.futures.ProcessPoolExecutor(options.processes, mp_context=context) as pool:
@@ -198,13 +207,15 @@ def _tune(sweep: _Sweep, shape: Shape, num_rows: int, options: argparse.Namespac
         _tune_operation(sweep, shape, num_rows, name, [tile for kind, tile in cuts if kind == name])
 
 
-def _compile(job: tuple[Shape, int, list[tuple[str, Tile]]]) -> None:
+def _compile(job: tuple[Shape, int, float, list[tuple[str, Tile]]]) -> None:
     import torch
     from benchmarks.gpu_layer_cases import fused, make_inputs, make_layer
 
+    from paceline.ops import skinny_product
     from paceline.ops.dispatch import allow_dependent_launch
 
-    shape, num_rows, cuts = job
+    shape, num_rows, dependent_mb, cuts = job
+    skinny_product._LARGEST_DEPENDENT_BYTES = int(dependent_mb * 1e6)  # type: ignore[misc]
     device = torch.device("cuda")
     layer, inputs = make_layer(shape, device), make_inputs(shape, num_rows, device)
     allow_dependent_launch(True)

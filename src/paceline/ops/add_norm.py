@@ -13,6 +13,7 @@ from torch import Tensor
 from paceline.errors import ShapeError
 from paceline.ops.dispatch import choose, dependent_launch, kernel, tl, triton
 from paceline.ops.rms_norm import rms_norm_reference
+from paceline.ops.skinny_product import LARGEST_ROWS
 
 _LARGEST_ROW = 16_384  # channels that one program holds
 
@@ -59,9 +60,10 @@ def add_norm_triton(x_TD: Tensor, y_TD: Tensor | None, gain_D: Tensor, eps: floa
     width = x_TD.shape[-1]
     normed_TD = torch.empty_like(x_TD)
     sum_TD = x_TD if y_TD is None else torch.empty_like(x_TD)
-    block = triton.next_power_of_2(width)
+    block, num_rows = triton.next_power_of_2(width), x_TD.numel() // width
+    is_dependent = dependent_launch() and num_rows <= LARGEST_ROWS  # with more, what stands ahead is the library's
     with torch.cuda.device_of(x_TD):
-        _add_norm_kernel[(x_TD.numel() // width,)](
+        _add_norm_kernel[(num_rows,)](
             x_TD,
             x_TD if y_TD is None else y_TD.contiguous(),
             gain_D,
@@ -71,9 +73,9 @@ def add_norm_triton(x_TD: Tensor, y_TD: Tensor | None, gain_D: Tensor, eps: floa
             eps,
             ADDS=y_TD is not None,
             BLOCK=block,
-            USE_PDL=dependent_launch(),
+            USE_PDL=is_dependent,
             num_warps=4 if block <= 4096 else 8,
-            launch_pdl=dependent_launch(),
+            launch_pdl=is_dependent,
         )
     return sum_TD, normed_TD
 

@@ -64,13 +64,15 @@ def _linear_gated_kernel(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    HELD: tl.constexpr,
+    LINES: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ) -> None:
     output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
     existing = tl.minimum(output, NUM_OUTPUTS - 1)
-    begin_run(weight_ptr, existing, existing + NUM_OUTPUTS, WIDTH, PART, True, CHUNKS, CHUNK, IS_DEPENDENT)
+    held, other_held = begin_run(
+        weight_ptr, existing, existing + NUM_OUTPUTS, WIDTH, PART, BLOCK, True, HELD, LINES, IS_DEPENDENT
+    )
     is_output = output < NUM_OUTPUTS
     gate_bias = tl.load(bias_ptr + output, mask=is_output & HAS_BIAS, other=0.0)
     up_bias = tl.load(bias_ptr + NUM_OUTPUTS + output, mask=is_output & HAS_BIAS, other=0.0)
@@ -82,6 +84,8 @@ def _linear_gated_kernel(
         counter_ptr,
         existing,
         existing + NUM_OUTPUTS,
+        held,
+        other_held,
         num_rows,
         WIDTH,
         PART,
@@ -90,6 +94,7 @@ def _linear_gated_kernel(
         OUTPUTS,
         BLOCK,
         True,
+        HELD,
     )
     if HAS_SQUARES:
         factor = norm_factor(squares, eps, WIDTH)
@@ -137,7 +142,7 @@ def linear_gated_triton(
             SQUARES=triton.next_power_of_2(max(1, num_squares)),
             HAS_SQUARES=num_squares > 0,
             HAS_BIAS=bias_X is not None,
-            **launch_options(tile, x_TD, num_runs, num_halves=2),
+            **launch_options(tile, x_TD, weight_XD, num_halves=2),
         )
     return y_TI
 

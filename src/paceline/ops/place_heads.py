@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.ops.dispatch import choose, dependent_launch, kernel, tl, triton
+from paceline.ops.dispatch import choose, kernel, tl, triton
 from paceline.ops.project_heads import Cells, HeadForm, check_heads, finish_heads_reference
 
 _LARGEST_TILE = 2048  # pairs of channels per program
@@ -43,11 +43,7 @@ def _place_heads_kernel(
     HAS_QK_NORM: tl.constexpr,
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
-    USE_PDL: tl.constexpr,
 ) -> None:
-    if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     HALF: tl.constexpr = HEAD_SIZE // 2
     ALL_HEADS: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
     row = tl.program_id(0).to(tl.int64)
@@ -57,7 +53,10 @@ def _place_heads_kernel(
     is_query, is_key = head < NUM_HEADS, (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
     is_turned = pair < TURNED
     # Channels past the turned ones are paired as halves, whichever pairing the turned ones have.
-    if IS_NEOX:
+    if IS_NEOX and TURNED == HALF:  # the same as below, and plain to the compiler, which then reads 16 bytes at once
+        channel = pair
+        other_channel = pair + HALF
+    elif IS_NEOX:
         channel = tl.where(is_turned, pair, pair + TURNED)
         other_channel = tl.where(is_turned, pair + TURNED, pair + HALF)
     else:
@@ -71,11 +70,12 @@ def _place_heads_kernel(
     if HAS_QK_NORM:
         factor = tl.rsqrt(tl.sum(first * first + second * second, axis=1) / HEAD_SIZE + eps)[:, None]
         reads_q, reads_k = is_cell & is_query[:, None], is_cell & is_key[:, None]
-        gain = tl.load(q_gain_ptr + channel[None, :] + head[:, None] * 0, mask=reads_q, other=0.0).to(tl.float32)
-        gain += tl.load(k_gain_ptr + channel[None, :] + head[:, None] * 0, mask=reads_k, other=0.0).to(tl.float32)
+        every = tl.zeros([HEADS, 1], dtype=tl.int32)
+        gain = tl.load(q_gain_ptr + channel[None, :] + every, mask=reads_q, other=0.0).to(tl.float32)
+        gain += tl.load(k_gain_ptr + channel[None, :] + every, mask=reads_k, other=0.0).to(tl.float32)
         first = tl.where(turns, (first * factor * gain).to(dtype).to(tl.float32), first)
-        gain = tl.load(q_gain_ptr + other_channel[None, :] + head[:, None] * 0, mask=reads_q, other=0.0).to(tl.float32)
-        gain += tl.load(k_gain_ptr + other_channel[None, :] + head[:, None] * 0, mask=reads_k, other=0.0).to(tl.float32)
+        gain = tl.load(q_gain_ptr + other_channel[None, :] + every, mask=reads_q, other=0.0).to(tl.float32)
+        gain += tl.load(k_gain_ptr + other_channel[None, :] + every, mask=reads_k, other=0.0).to(tl.float32)
         second = tl.where(turns, (second * factor * gain).to(dtype).to(tl.float32), second)
     turn_at = turn_ptr + row * (2 * TURNED) + pair
     cosine = tl.load(turn_at, mask=is_turned, other=1.0).to(dtype).to(tl.float32)[None, :]
@@ -130,8 +130,6 @@ def place_heads_triton(
             HAS_QK_NORM=qk_gains is not None,
             HEADS=heads,
             PAIRS=pairs,
-            USE_PDL=dependent_launch(),
-            launch_pdl=dependent_launch(),
         )
     return q_TNH
 

@@ -5,12 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.ops.skinny_product import Tile
+from paceline.ops.skinny_product import Tile, held_tile
 
 DTYPES = [torch.float32, torch.bfloat16]
-# Rows, and cuts: one part and several, parts without inputs, blocks that do and do not divide the width.
-ROWS = [1, 3, 16, 17, 64]
-TILES = [Tile(32, 16), Tile(32, 32, 2), Tile(32, 16, 5), Tile(32, 16, 8)]
+# Rows and cuts: one part and several, parts without inputs, blocks that do and do not divide the width, held weights.
+CUTS = [
+    (1, Tile(32, 16)),
+    (3, Tile(32, 32, 2)),
+    (16, Tile(32, 16, 5)),
+    (17, Tile(32, 16, 8)),
+    (64, Tile(64, 32, 3)),
+    (1, held_tile(32, 64)),
+    (3, held_tile(32, 72, 4)),
+    (17, held_tile(64, 64, 2)),
+]
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:

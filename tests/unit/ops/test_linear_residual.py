@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.unit.ops.products import DTYPES, ROWS, TILES, assert_close, random
+from tests.unit.ops.products import CUTS, DTYPES, assert_close, random
 from torch import Tensor
 
 from paceline.errors import ShapeError
@@ -81,7 +81,7 @@ def test_shapes_that_differ_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_normed", [False, True])
-@pytest.mark.parametrize(("T", "tile"), list(zip(ROWS, [*TILES, Tile(64, 32, 3)], strict=True)))
+@pytest.mark.parametrize(("T", "tile"), CUTS)
 def test_the_kernel_agrees_with_the_reference(
     kernel_device: torch.device, T: int, tile: Tile, is_normed: bool, dtype: torch.dtype
 ) -> None:
