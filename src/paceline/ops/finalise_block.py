@@ -5,8 +5,9 @@
            after a refusal; over the same ids with p in place of the residual where the drafts ended, or nothing is left
 
 The normaliser lse puts both kinds on the scale of the logits, so their order is that of a draw over the vocabulary.
-Only the candidates' own logits are read again. Both forms here follow `verify_block_reference` up to the rounding of a
-logarithm: only where two noisy weights, or the two sides of an acceptance, lie within 1e-5 may a verdict differ.
+Only the candidates' own logits are read again. The kernel here walks, as `block` has to; other methods judge all rows
+at once (`finalise_rows`). Both forms here follow `verify_block_reference` up to the rounding of a logarithm: only where
+two noisy weights, or the two sides of an acceptance, lie within 1e-5 may a verdict differ.
 
 B requests, K drafts, L = K + 1 rows, C candidates, V vocabulary, S tiles of a row.
 """
@@ -35,6 +36,7 @@ from paceline.ops.acceptance import (
     residual_weights,
 )
 from paceline.ops.dispatch import kernel, tl, triton
+from paceline.ops.finalise_rows import finalise_rows_triton
 from paceline.ops.noise import gumbel_of_token, key_state, uniform_of_token
 from paceline.ops.sample_tokens import NO_TOKEN
 from paceline.ops.target_distribution import GREEDY_BELOW, rows_are_greedy
@@ -181,8 +183,6 @@ def _finalise_block_kernel(
     vocab_size: tl.tensor,
     NUM_ROWS: tl.constexpr,
     GREEDY_BELOW: tl.constexpr,
-    READS_Q: tl.constexpr,
-    IS_BLOCK: tl.constexpr,
     HAS_LOG_Q: tl.constexpr,
     ALL_GREEDY: tl.constexpr,
     ACCEPT: tl.constexpr,
@@ -190,8 +190,7 @@ def _finalise_block_kernel(
     CANDIDATES: tl.constexpr,
 ) -> None:
     request = tl.program_id(0).to(tl.int64)
-    is_greedy = (tl.load(temperature_ptr + request) < GREEDY_BELOW) | ALL_GREEDY
-    by_ratio = (not is_greedy) & READS_Q
+    by_ratio = (tl.load(temperature_ptr + request) >= GREEDY_BELOW) & (not ALL_GREEDY)
     seed, position = tl.load(seed_ptr + request), tl.load(anchor_position_ptr + request)
     mixed_seed = seed ^ (tl.load(step_ptr + request) << 32)
     accepted, is_open, num_zero_q = 0, 1, 0
@@ -204,59 +203,13 @@ def _finalise_block_kernel(
         has_row = k < NUM_ROWS - 1
         draft = tl.load(draft_ptr + request * (NUM_ROWS - 1) + k, mask=has_row, other=-1)
         is_judged = (draft >= 0) & (fault == 0)
-        keeps = is_judged & (draft == tl.where(is_greedy, best_id, noisy_id))
-        if READS_Q:
-            ids, log_q, logits = _read_candidates(
-                candidate_ptr,
-                log_q_ptr,
-                logits_ptr,
-                request,
-                k,
-                fault == 0,
-                vocab_size,
-                num_candidates,
-                NUM_ROWS,
-                HAS_LOG_Q,
-                CANDIDATES,
-            )
-            is_drafted = (ids == draft) & (ids >= 0) & (log_q == log_q)
-            draft_log_q = tl.max(tl.where(is_drafted, log_q, float("-inf")), axis=0)
-            is_possible = draft_log_q > float("-inf")
-            num_zero_q += (by_ratio & (draft >= 0) & (not is_possible)).to(tl.int32)
-            log_p = tl.load(logits_ptr + row * vocab_size + draft, mask=is_judged, other=0.0).to(tl.float32) - log_mass
-            log_ratio = tl.where(is_possible, log_p - tl.where(is_possible, draft_log_q, 0.0), float("-inf"))
-            log_u = tl.log(uniform_of_token(key_state(mixed_seed, position + k, ACCEPT), 0))
-            if not IS_BLOCK:
-                keeps = tl.where(by_ratio, is_judged & is_possible & (log_p > log_u + draft_log_q), keeps)
-            else:
-                log_h = log_threshold(log_pi, outside, logits - log_mass, log_q)
-                log_h = tl.where(is_judged, log_h, log_pi)
-                passes = by_ratio & (is_open > 0) & (k > 0) & (log_u_before < log_h)
-                accepted = tl.where(passes, k, accepted)
-                stop_log_pi = tl.where(passes, log_pi, stop_log_pi)
-                keeps = tl.where(by_ratio, is_judged, keeps)
-                log_pi = tl.minimum(log_pi + log_ratio, 0.0)
-                log_u_before = log_u
-        is_open = is_open & keeps.to(tl.int32)
-        if IS_BLOCK:
-            accepted += tl.where(by_ratio, 0, is_open)
-        else:
-            accepted += is_open
-
-    row = request * NUM_ROWS + accepted
-    best_id, log_mass, outside, noisy, noisy_id, fault = join_row(
-        best_ptr, best_id_ptr, mass_ptr, outside_mass_ptr, noisy_ptr, noisy_id_ptr, row, num_tiles, TILES
-    )
-    bonus_id = tl.where(is_greedy, best_id, noisy_id)
-    if READS_Q:
-        has_row = accepted < NUM_ROWS - 1
-        draft = tl.load(draft_ptr + request * (NUM_ROWS - 1) + accepted, mask=has_row, other=-1)
+        keeps = is_judged & (by_ratio | (draft == best_id))
         ids, log_q, logits = _read_candidates(
             candidate_ptr,
             log_q_ptr,
             logits_ptr,
             request,
-            accepted,
+            k,
             fault == 0,
             vocab_size,
             num_candidates,
@@ -264,14 +217,49 @@ def _finalise_block_kernel(
             HAS_LOG_Q,
             CANDIDATES,
         )
-        gumbel = gumbel_of_token(key_state(seed, position + accepted, 0), ids)
-        residual = residual_weights(logits - log_mass, log_q - stop_log_pi) + log_mass
-        is_left = (tl.max(residual, axis=0) > float("-inf")) | (noisy > float("-inf"))
-        weights = tl.where((draft >= 0) & is_left, residual, logits) + gumbel
-        best = tl.maximum(noisy, tl.max(weights, axis=0))
-        drawn_id = tl.min(tl.where((ids >= 0) & (weights == best), ids, 0x7FFF_FFFF_FFFF_FFFF), axis=0)
-        drawn_id = tl.minimum(drawn_id, tl.where(noisy == best, noisy_id, 0x7FFF_FFFF_FFFF_FFFF))
-        bonus_id = tl.where(by_ratio, drawn_id, bonus_id)
+        is_drafted = (ids == draft) & (ids >= 0) & (log_q == log_q)
+        draft_log_q = tl.max(tl.where(is_drafted, log_q, float("-inf")), axis=0)
+        is_possible = draft_log_q > float("-inf")
+        num_zero_q += (by_ratio & (draft >= 0) & (not is_possible)).to(tl.int32)
+        log_p = tl.load(logits_ptr + row * vocab_size + draft, mask=is_judged, other=0.0).to(tl.float32) - log_mass
+        log_ratio = tl.where(is_possible, log_p - tl.where(is_possible, draft_log_q, 0.0), float("-inf"))
+        log_h = log_threshold(log_pi, outside, logits - log_mass, log_q)
+        log_h = tl.where(is_judged, log_h, log_pi)
+        passes = by_ratio & (is_open > 0) & (k > 0) & (log_u_before < log_h)
+        accepted = tl.where(passes, k, accepted)
+        stop_log_pi = tl.where(passes, log_pi, stop_log_pi)
+        log_pi = tl.minimum(log_pi + log_ratio, 0.0)
+        log_u_before = tl.log(uniform_of_token(key_state(mixed_seed, position + k, ACCEPT), 0))
+        is_open = is_open & keeps.to(tl.int32)
+        accepted += tl.where(by_ratio, 0, is_open)
+
+    row = request * NUM_ROWS + accepted
+    best_id, log_mass, outside, noisy, noisy_id, fault = join_row(
+        best_ptr, best_id_ptr, mass_ptr, outside_mass_ptr, noisy_ptr, noisy_id_ptr, row, num_tiles, TILES
+    )
+    has_row = accepted < NUM_ROWS - 1
+    draft = tl.load(draft_ptr + request * (NUM_ROWS - 1) + accepted, mask=has_row, other=-1)
+    ids, log_q, logits = _read_candidates(
+        candidate_ptr,
+        log_q_ptr,
+        logits_ptr,
+        request,
+        accepted,
+        fault == 0,
+        vocab_size,
+        num_candidates,
+        NUM_ROWS,
+        HAS_LOG_Q,
+        CANDIDATES,
+    )
+    gumbel = gumbel_of_token(key_state(seed, position + accepted, 0), ids)
+    residual = residual_weights(logits - log_mass, log_q - stop_log_pi) + log_mass
+    is_left = (tl.max(residual, axis=0) > float("-inf")) | (noisy > float("-inf"))
+    weights = tl.where((draft >= 0) & is_left, residual, logits) + gumbel
+    best = tl.maximum(noisy, tl.max(weights, axis=0))
+    drawn_id = tl.min(tl.where((ids >= 0) & (weights == best), ids, 0x7FFF_FFFF_FFFF_FFFF), axis=0)
+    drawn_id = tl.minimum(drawn_id, tl.where(noisy == best, noisy_id, 0x7FFF_FFFF_FFFF_FFFF))
+    bonus_id = tl.where(by_ratio, drawn_id, best_id)
     tl.store(verdict_ptr + request, accepted)
     tl.store(verdict_ptr + num_requests + request, tl.where(fault == 0, bonus_id, -1))
     tl.store(verdict_ptr + 2 * num_requests + request, fault)
@@ -305,6 +293,20 @@ def finalise_block_triton(
         method: of verification.
         all_greedy: every request is greedy, whatever the temperatures say.
     """
+    if method != "block":
+        settings = (temperature_B, seed_B, anchor_position_B, step_B)
+        given = GivenCandidates(candidates.ids_BKC, candidates.log_q_BKC)
+        return Verdict(
+            *finalise_rows_triton(
+                tiles,
+                draft_ids_BK,
+                processed_BLV,
+                given,
+                *settings,
+                judges_by_ratio=reads_q(method),
+                all_greedy=all_greedy,
+            )
+        )
     num_requests, num_rows, vocab_size = processed_BLV.shape
     num_tiles, num_candidates = tiles.best_BLS.shape[2], candidates.ids_BKC.shape[2]
     verdict = torch.empty(4, num_requests, dtype=torch.int64, device=processed_BLV.device)
@@ -326,8 +328,6 @@ def finalise_block_triton(
             vocab_size,
             NUM_ROWS=num_rows,
             GREEDY_BELOW=GREEDY_BELOW,
-            READS_Q=reads_q(method),
-            IS_BLOCK=method == "block",
             HAS_LOG_Q=candidates.log_q_BKC is not None,
             ALL_GREEDY=all_greedy,
             ACCEPT=noise.ACCEPT,

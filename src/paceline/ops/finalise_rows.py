@@ -1,0 +1,208 @@
+"""The verdict of methods that judge each row by itself, for all rows of a request at once: part of `finalise_block`.
+
+Only `block` has to walk: whether it keeps a draft depends on those before it. For greedy, standard, match and coupled
+the kept drafts are those before the first row that refuses, so rows are joined, judged and searched in parallel, and
+the draw at the row that stopped is picked out of what was loaded already. One program waits for memory three times, not
+for every row.
+
+B requests, K drafts, L = K + 1 rows, C candidates, V vocabulary, S tiles of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.ops import noise
+from paceline.ops.acceptance import GivenCandidates, residual_weights
+from paceline.ops.dispatch import kernel, tl, triton
+from paceline.ops.noise import gumbel_of_token, key_state, uniform_of_token
+from paceline.ops.target_distribution import GREEDY_BELOW
+from paceline.ops.vocab_statistics import VocabStatistics
+
+_FEW_NUMBERS = 2048  # of one statistic, for four warps
+
+
+@kernel
+def _lowest_id(is_best: tl.tensor, ids: tl.tensor) -> tl.tensor:
+    return tl.min(tl.where(is_best, ids, 0x7FFF_FFFF_FFFF_FFFF), axis=1)
+
+
+@kernel
+def _at(values: tl.tensor, is_row: tl.tensor) -> tl.tensor:
+    """The entry of the one row that is marked, along axis 0."""
+    return tl.sum(tl.where(is_row, values, 0), axis=0)
+
+
+@kernel
+def _finalise_rows_kernel(
+    best_ptr: tl.tensor,
+    best_id_ptr: tl.tensor,
+    mass_ptr: tl.tensor,
+    noisy_ptr: tl.tensor,
+    noisy_id_ptr: tl.tensor,
+    draft_ptr: tl.tensor,
+    logits_ptr: tl.tensor,
+    candidate_ptr: tl.tensor,
+    log_q_ptr: tl.tensor,
+    temperature_ptr: tl.tensor,
+    seed_ptr: tl.tensor,
+    anchor_position_ptr: tl.tensor,
+    step_ptr: tl.tensor,
+    verdict_ptr: tl.tensor,
+    num_requests: tl.tensor,
+    num_tiles: tl.tensor,
+    num_candidates: tl.tensor,
+    vocab_size: tl.tensor,
+    NUM_ROWS: tl.constexpr,
+    GREEDY_BELOW: tl.constexpr,
+    READS_Q: tl.constexpr,
+    HAS_LOG_Q: tl.constexpr,
+    ALL_GREEDY: tl.constexpr,
+    ACCEPT: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+) -> None:
+    request = tl.program_id(0).to(tl.int64)
+    is_greedy = (tl.load(temperature_ptr + request) < GREEDY_BELOW) | ALL_GREEDY
+    row = tl.arange(0, ROWS)
+    flat = request * NUM_ROWS + row
+    tile = tl.arange(0, TILES)
+    at = flat[:, None] * num_tiles + tile[None, :]
+    is_tile = (row[:, None] < NUM_ROWS) & (tile[None, :] < num_tiles)
+
+    # as `join_row` does for one row
+    best = tl.load(best_ptr + at, mask=is_tile, other=float("-inf"))
+    has_nan = tl.max((best != best).to(tl.int32), axis=1)
+    best = tl.where(best == best, best, float("-inf"))
+    row_best = tl.max(best, axis=1)
+    is_finite = (row_best > float("-inf")) & (row_best < float("inf"))
+    fault = tl.where((has_nan > 0) | (row_best == float("inf")), 1, tl.where(is_finite, 0, 2))
+    best_ids = tl.load(best_id_ptr + at, mask=is_tile, other=0)
+    best_id = _lowest_id(is_tile & (best == row_best[:, None]), best_ids)
+    noisy = tl.load(noisy_ptr + at, mask=is_tile, other=float("-inf"))
+    row_noisy = tl.max(noisy, axis=1)
+    noisy_ids = tl.load(noisy_id_ptr + at, mask=is_tile, other=0)
+    noisy_id = _lowest_id(is_tile & (noisy == row_noisy[:, None]), noisy_ids)
+
+    has_draft = row < NUM_ROWS - 1
+    draft = tl.load(draft_ptr + request * (NUM_ROWS - 1) + row, mask=has_draft, other=-1)
+    is_judged = (draft >= 0) & (fault == 0)
+    keeps = is_judged & (draft == tl.where(is_greedy, best_id, noisy_id))
+    seed, position = tl.load(seed_ptr + request), tl.load(anchor_position_ptr + request)
+    num_zero_q, log_mass = 0, row_best
+    if READS_Q:
+        row_best = tl.where(is_finite, row_best, 0.0)
+        scale = tl.where(best < float("inf"), tl.exp(tl.minimum(best - row_best[:, None], 0.0)), 0.0)
+        mass = tl.sum(tl.load(mass_ptr + at, mask=is_tile, other=0.0) * scale, axis=1)
+        log_mass = row_best + tl.log(tl.where(fault == 0, mass, 1.0))
+        lane = tl.arange(0, CANDIDATES)
+        is_lane = has_draft[:, None] & (lane[None, :] < num_candidates)
+        lane_at = (request * (NUM_ROWS - 1) + row[:, None]) * num_candidates + lane[None, :]
+        ids = tl.load(candidate_ptr + lane_at, mask=is_lane, other=-1)
+        if HAS_LOG_Q:
+            log_q = tl.load(log_q_ptr + lane_at, mask=is_lane, other=float("-inf")).to(tl.float32)
+            ids = tl.where(log_q == float("-inf"), -1, ids)
+            log_q = tl.where(ids < 0, float("-inf"), log_q)
+        else:
+            log_q = tl.where(ids < 0, float("-inf"), 0.0)
+        is_read = (ids >= 0) & (fault == 0)[:, None]
+        logits_at = logits_ptr + flat[:, None] * vocab_size + ids
+        logits = tl.load(logits_at, mask=is_read, other=float("-inf")).to(tl.float32)
+        drafted = tl.load(logits_ptr + flat * vocab_size + draft, mask=is_judged, other=0.0).to(tl.float32)
+
+        is_drafted = (ids == draft[:, None]) & (ids >= 0) & (log_q == log_q)
+        draft_log_q = tl.max(tl.where(is_drafted, log_q, float("-inf")), axis=1)
+        is_possible = draft_log_q > float("-inf")
+        num_zero_q = tl.sum(((draft >= 0) & (not is_greedy) & (not is_possible)).to(tl.int32), axis=0)
+        state = key_state(seed ^ (tl.load(step_ptr + request) << 32), position + row, ACCEPT)
+        log_u = tl.log(uniform_of_token(state, 0))
+        passes = is_judged & is_possible & (drafted - log_mass > log_u + draft_log_q)
+        keeps = tl.where(is_greedy, keeps, passes)
+
+    accepted = tl.min(tl.where(keeps, NUM_ROWS - 1, tl.minimum(row, NUM_ROWS - 1)), axis=0)
+    is_stop = row == accepted
+    stop_fault = _at(fault, is_stop)
+    bonus_id = tl.where(is_greedy, _at(best_id, is_stop), _at(noisy_id, is_stop))
+    if READS_Q:
+        ids, log_q, logits = _at(ids, is_stop[:, None]), _at(log_q, is_stop[:, None]), _at(logits, is_stop[:, None])
+        stop_noisy, stop_mass = _at(row_noisy, is_stop), _at(log_mass, is_stop)
+        gumbel = gumbel_of_token(key_state(seed, position + accepted, 0), ids)
+        residual = residual_weights(logits - stop_mass, log_q) + stop_mass
+        is_left = (tl.max(residual, axis=0) > float("-inf")) | (stop_noisy > float("-inf"))
+        is_refusal = _at(tl.where(draft >= 0, 1, 0), is_stop) > 0
+        weights = tl.where(is_refusal & is_left, residual, logits) + gumbel
+        noisiest = tl.maximum(stop_noisy, tl.max(weights, axis=0))
+        drawn_id = tl.min(tl.where((ids >= 0) & (weights == noisiest), ids, 0x7FFF_FFFF_FFFF_FFFF), axis=0)
+        drawn_id = tl.minimum(drawn_id, tl.where(stop_noisy == noisiest, bonus_id, 0x7FFF_FFFF_FFFF_FFFF))
+        bonus_id = tl.where(is_greedy, bonus_id, drawn_id)
+    tl.store(verdict_ptr + request, accepted)
+    tl.store(verdict_ptr + num_requests + request, tl.where(stop_fault == 0, bonus_id, -1))
+    tl.store(verdict_ptr + 2 * num_requests + request, stop_fault)
+    tl.store(verdict_ptr + 3 * num_requests + request, num_zero_q)
+
+
+def finalise_rows_triton(
+    tiles: VocabStatistics,
+    draft_ids_BK: Tensor,
+    processed_BLV: Tensor,
+    candidates: GivenCandidates,
+    temperature_B: Tensor,
+    seed_B: Tensor,
+    anchor_position_B: Tensor,
+    step_B: Tensor,
+    *,
+    judges_by_ratio: bool,
+    all_greedy: bool,
+) -> Tensor:
+    """Launch one program per request; int64 [4, B], the parts of a `Verdict`.
+
+    Args:
+        tiles: statistics of the rows, made with the same candidates.
+        draft_ids_BK: int64, -1 ends a block.
+        processed_BLV: float logits that the statistics are of.
+        candidates: the drafter's support at each position; none where rows are judged by equality.
+        temperature_B: float; below 1e-5 greedy.
+        seed_B: int64.
+        anchor_position_B: int64.
+        step_B: int64.
+        judges_by_ratio: `standard`; else drafts are compared with the rows' own draws.
+        all_greedy: every request is greedy, whatever the temperatures say.
+    """
+    num_requests, num_rows, vocab_size = processed_BLV.shape
+    num_tiles, num_candidates = tiles.best_BLS.shape[2], candidates.ids_BKC.shape[2]
+    rows, tile_lanes = triton.next_power_of_2(num_rows), triton.next_power_of_2(num_tiles)
+    verdict = torch.empty(4, num_requests, dtype=torch.int64, device=processed_BLV.device)
+    with torch.cuda.device_of(processed_BLV):
+        _finalise_rows_kernel[(num_requests,)](
+            tiles.best_BLS.contiguous(),
+            tiles.best_ids_BLS.contiguous(),
+            tiles.mass_BLS.contiguous(),
+            tiles.noisy_BLS.contiguous(),
+            tiles.noisy_ids_BLS.contiguous(),
+            draft_ids_BK.contiguous(),
+            processed_BLV.contiguous(),
+            candidates.ids_BKC.contiguous(),
+            tiles.best_BLS if candidates.log_q_BKC is None else candidates.log_q_BKC.contiguous(),
+            temperature_B.contiguous(),
+            seed_B.contiguous(),
+            anchor_position_B.contiguous(),
+            step_B.contiguous(),
+            verdict,
+            num_requests,
+            num_tiles,
+            num_candidates,
+            vocab_size,
+            NUM_ROWS=num_rows,
+            GREEDY_BELOW=GREEDY_BELOW,
+            READS_Q=judges_by_ratio,
+            HAS_LOG_Q=candidates.log_q_BKC is not None,
+            ALL_GREEDY=all_greedy,
+            ACCEPT=noise.ACCEPT,
+            ROWS=rows,
+            TILES=tile_lanes,
+            CANDIDATES=triton.next_power_of_2(max(1, num_candidates)),
+            num_warps=4 if rows * tile_lanes <= _FEW_NUMBERS else 8,
+        )
+    return verdict
