@@ -132,7 +132,7 @@ class DraftStopper:
         """
         features_BK = draft_features(proposal)
         self._has_features.index_fill_(0, slots_B, features_BK is not None)
-        self._has_features[-1] = False  # rows of requests that have ended teach nothing
+        self._has_features[-1].fill_(False)  # rows of requests that have ended teach nothing
         if features_BK is None:
             return proposal
         num_drafts = features_BK.shape[1]

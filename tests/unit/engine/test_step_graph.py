@@ -6,13 +6,14 @@ captured, and played back beside steps that are run.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 import torch
 from tests.unit.engine.step_benches import KINDS, Kind, StepBench
 from tests.unit.engine.step_calls import recorded, take_kernels
-from tests.unit.ops.conftest import kernel_device  # noqa: F401
+from tests.unit.ops.conftest import let_the_interpreter_count
 
 from paceline.engine import slots as slots_module
 from paceline.engine import step as step_module
@@ -33,6 +34,14 @@ MOST_CALLS = {
     "dflash2 greedy": 58,
     "dflash2 sampled": 60,
 }
+
+
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are interpreted, on a CPU."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton compiles here")
+    let_the_interpreter_count(monkeypatch)
 
 
 @torch.inference_mode()
@@ -58,17 +67,18 @@ def differences(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     first, second = calls_of_two_steps(kind, monkeypatch)
     asks = [call for call in first if call.startswith(_ASKS)]
     asks += [call for call in first if "index(" in call and "[bool[" in call]
-    asks += [call for call in first if call.startswith("index_put_") and "[]" in call]  # of a number on the host
+    # of a number on the host
+    asks += [call for call in first if call.startswith(("index_put_(", "copy_(")) and "[]" in call]
     return asks + [f"{one} became {other}" for one, other in zip(first, second, strict=False) if one != other]
 
 
-@pytest.mark.usefixtures("kernel_device")
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_a_step_launches_the_same_whatever_the_device_holds(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     assert differences(kind, monkeypatch) == []
 
 
-@pytest.mark.usefixtures("kernel_device")
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.name in MOST_CALLS], ids=lambda kind: kind.name)
 def test_the_number_of_launches_does_not_grow(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each costs a recorded step on a GPU one to two microseconds, even if it does next to nothing."""
@@ -92,8 +102,14 @@ def write_a_number(state: SlotState, rows: Any) -> None:
     state.anchors[rows.slots_B] = 3
 
 
-@pytest.mark.usefixtures("kernel_device")
-@pytest.mark.parametrize("plant", [stop_where_all_have_ended, cut_to_the_longest, look_at_the_dead, write_a_number])
+def set_one_number(state: SlotState, rows: Any) -> None:
+    state.anchors[-1] = 3
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize(
+    "plant", [stop_where_all_have_ended, cut_to_the_longest, look_at_the_dead, write_a_number, set_one_number]
+)
 def test_a_step_that_asks_the_device_is_found(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = SlotState.commit
 
