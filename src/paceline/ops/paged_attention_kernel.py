@@ -89,6 +89,7 @@ def _paged_attention_kernel(
     KEYS: tl.constexpr,
     IS_SHARED: tl.constexpr,
     JOIN_STAGES: tl.constexpr,
+    FETCHED: tl.constexpr,
     HAS_TAIL: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     HAS_FIRSTS: tl.constexpr,
@@ -112,30 +113,32 @@ def _paged_attention_kernel(
     end = start + num_rows
     if not HAS_TAIL:
         end = tl.minimum(end, start + last_row + 1)
-    num_turns = tl.cdiv(end - lowest, KEYS)
-    turns_per_part = tl.maximum(tl.cdiv(num_turns, tl.num_programs(2)), least_turns)
-    if num_turns <= 2 * least_turns:
+    key, num_turns, num_active = lowest + tl.arange(0, KEYS), tl.cdiv(end - lowest, KEYS), 1
+    if IS_SHARED:
         turns_per_part = num_turns
-    num_active = tl.cdiv(num_turns, turns_per_part)
-    if part >= num_active:
-        return
-    key = lowest + part * turns_per_part * KEYS + tl.arange(0, KEYS)
-    last_turn = tl.minimum((part + 1) * turns_per_part, num_turns) - part * turns_per_part
-    last_cached = num_columns * PAGE
+        if num_turns > 2 * least_turns:
+            turns_per_part = tl.maximum(tl.cdiv(num_turns, tl.num_programs(2)), least_turns)
+        num_active = tl.cdiv(num_turns, turns_per_part)
+        if part >= num_active:
+            return
+        key += part * turns_per_part * KEYS
+        num_turns = tl.minimum((part + 1) * turns_per_part, num_turns) - part * turns_per_part
+    end_cached = tl.minimum(num_columns * PAGE, end)
     if HAS_TAIL:
-        last_cached = tl.minimum(last_cached, start)
-    last_cached = tl.minimum(last_cached, end)
-    block = tl.load(table_at + key // PAGE, mask=key < last_cached, other=0)
+        end_cached = tl.minimum(end_cached, start)
+    block = tl.load(table_at + key // PAGE, mask=key < end_cached, other=0)
     plane = num_blocks.to(tl.int64) * (PAGE * HEAD)
     cached_keys, cached_values = planes_ptr + head * plane, planes_ptr + (KV_HEADS + head) * plane
     if USE_PDL:
         # Keys of earlier passes have been there for long. Those of this one, like the queries, are the kernel ahead's.
-        offset = (block.to(tl.int64) * PAGE + key % PAGE) * HEAD
-        _fetch_ahead(cached_keys + offset)
-        _fetch_ahead(cached_values + offset)
-        if CHANNELS > 64:
-            _fetch_ahead(cached_keys + offset + 64)
-            _fetch_ahead(cached_values + offset + 64)
+        for turn in tl.static_range(FETCHED):
+            old_key = key + turn * KEYS
+            is_old = (old_key < tl.minimum(end_cached, start)) & (turn < num_turns)
+            old_block = tl.load(table_at + old_key // PAGE, mask=is_old, other=0)
+            offset = (old_block.to(tl.int64) * PAGE + old_key % PAGE) * HEAD
+            for at in tl.static_range(0, HEAD, 64):
+                _fetch_ahead(cached_keys + offset + at, is_old)
+                _fetch_ahead(cached_values + offset + at, is_old)
         tl.extra.cuda.gdc_wait()
 
     channel = tl.arange(0, CHANNELS)
@@ -161,10 +164,10 @@ def _paged_attention_kernel(
     largest = tl.full([QUERIES], -1.0e29, dtype=tl.float32)
     total = tl.zeros([QUERIES], dtype=tl.float32)
     mixed = tl.zeros([QUERIES, CHANNELS], dtype=tl.float32)
-    for _ in range(0, last_turn):
+    for _ in range(0, num_turns):
         # One turn ahead, so that where a key lies is known when it is asked for.
         next_key = key + KEYS
-        next_block = tl.load(table_at + next_key // PAGE, mask=next_key < last_cached, other=0)
+        next_block = tl.load(table_at + next_key // PAGE, mask=next_key < end_cached, other=0)
         offset = (block.to(tl.int64) * PAGE + key % PAGE) * HEAD
         keys_at, values_at = cached_keys + offset, cached_values + offset
         if HAS_TAIL:
@@ -228,12 +231,12 @@ def _paged_attention_kernel(
 
 
 @kernel
-def _fetch_ahead(pointers: tl.tensor) -> None:
+def _fetch_ahead(pointers: tl.tensor, is_wanted: tl.tensor) -> None:
     """Bring lines of memory into the L2 cache, and wait for nothing."""
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [pointers.to(tl.int64)],
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+        "=r,l,r",
+        [pointers.to(tl.int64), is_wanted.to(tl.int32)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -311,6 +314,7 @@ def paged_attention_triton(
             KEYS=launch.keys,
             IS_SHARED=num_parts > 1,
             JOIN_STAGES=max(2, min(_MOST_JOIN_STAGES, _SHARED_BYTES // (4 * launch.queries * channels))),
+            FETCHED=launch.stages,
             HAS_TAIL=tail is not None,
             IS_CAUSAL=is_causal,
             HAS_FIRSTS=firsts_B is not None,
