@@ -7,7 +7,7 @@ queries on.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from paceline.ops.paged_attention import PagedAttend
 from paceline.ops.project_heads import Cells, HeadForm, project_heads_reference, project_heads_triton
 from paceline.ops.rotary import rotary_table
 from paceline.ops.scale_rows import scale_rows
-from paceline.ops.skinny_product import ScaledRows, Tile, held_tile, new_counters
+from paceline.ops.skinny_product import ScaledRows, Tile, choose_tile, held_tile, new_counters
 
 OPERATIONS = ("heads", "o", "gated", "down")
 ALLOWED_ERROR = 1e-2  # of bf16 results against float32
@@ -233,18 +233,15 @@ class _Passes(PagedAttend):
         return q_BTNH
 
 
-def chain_call(
-    shape: Shape, layers: Sequence[Layer], inputs: Inputs, name: str | None = None, tile: Tile | None = None
-) -> Call:
-    """All layers as one call, the operation of this name cut by this tile."""
+def chain_call(shape: Shape, layers: Sequence[Layer], inputs: Inputs, tiles: Mapping[str, Tile | None]) -> Call:
+    """All layers as one call, the operations of these names cut by these tiles."""
 
     def run() -> Tensor:
         here = inputs
         for layer in layers:
             for operation in OPERATIONS:
                 launcher, arguments = _launch(shape, operation, layer, here, layer.planes)
-                cut = tile if operation == name else None
-                result = launcher(*arguments, tile=cut, counters=layer.counters)
+                result = launcher(*arguments, tile=tiles.get(operation), counters=layer.counters)
                 if isinstance(result, ScaledRows):
                     here = here._replace(x=result.x_TD, scaled=result.scaled_TD, squares=result.squares_TS)
                 elif operation == "heads":
@@ -254,6 +251,12 @@ def chain_call(
         return here.x
 
     return run
+
+
+def chosen_tile(name: str, shape: Shape, num_rows: int) -> Tile:
+    """The cut that an operation takes by itself."""
+    whole_head = shape.head_size if shape.has_qk_norm else 32
+    return choose_tile(num_rows, *shape.sizes[name], least_outputs={"heads": whole_head, "gated": 32}.get(name, 16))
 
 
 def tiles(name: str, shape: Shape) -> Iterator[Tile]:
@@ -282,9 +285,6 @@ def tiles(name: str, shape: Shape) -> Iterator[Tile]:
             for warps in (4, 8) if output * block >= 8192 else (4,):
                 if (stages - 1) * per_stage < 220_000:
                     yield Tile(output, block, parts, warps, stages)
-        if width >= 4096:
-            for ahead in (16_384, 65_536):
-                yield Tile(output, block, parts, 4, most, ahead)
 
 
 def _bound(function: Callable[..., Tensor], *arguments: object) -> Call:

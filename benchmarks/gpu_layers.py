@@ -3,6 +3,7 @@
     python -m benchmarks.gpu_layers --out docs/results
     python -m benchmarks.gpu_layers --rows 1 16 --shapes qwen3-8b
     python -m benchmarks.gpu_layers --tune --rows 16           which cut of each product is fastest
+    python -m benchmarks.gpu_layers --ahead-kb 0 32 64         what it brings to ask early for a part of the weight
     python -m benchmarks.gpu_layers --device cpu               the script itself, on a tiny layer; times mean nothing
 
 `us` is a launch's time inside a captured graph over distinct weights, `library_us` that of the bare product, `floor_us`
@@ -20,6 +21,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,7 +62,11 @@ def main(arguments: Sequence[str]) -> int:
     sweep = _Sweep(bench, options.seconds)
     for shape in shapes:
         for num_rows in options.rows:
-            if options.tune:
+            if options.ahead_kb:
+                for ahead_kb in [None, *options.ahead_kb]:
+                    label = f"{shape.name}, {num_rows} rows, chain, {ahead_kb} KB ahead"
+                    sweep.attempt(label, partial(_chain_row, bench, shape, num_rows, ahead_kb))
+            elif options.tune:
                 _tune(sweep, shape, num_rows, options)
             else:
                 _measure(sweep, shape, num_rows, options)
@@ -79,6 +85,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rows", type=positive, nargs="+", default=list(ROWS), help="default 1 8 16 32 64")
     parser.add_argument("--operations", nargs="+", choices=(*OPERATIONS, "stack"), default=[*OPERATIONS, "stack"])
     parser.add_argument("--tune", action="store_true", help="try many cuts of each product, and name the best")
+    parser.add_argument(
+        "--ahead-kb", type=int, nargs="+", help="time chains whose launches begin early and ask for so much of a weight"
+    )
     parser.add_argument("--processes", type=positive, default=12, help="that compile cuts to be tried; default 12")
     parser.add_argument(
         "--dependent-mb", type=float, default=1e6, help="largest weight of a launch that begins early; default any"
@@ -175,6 +184,24 @@ def _stack_row(bench: Bench, shape: Shape, num_rows: int, most_rows: int) -> Row
     }
 
 
+def _chain_row(bench: Bench, shape: Shape, num_rows: int, ahead_kb: int | None) -> Row:
+    """Layers whose products ask for so much of their weights before they wait; None: launches one behind the other."""
+    from benchmarks.gpu_layer_cases import chain_call, chosen_tile, make_inputs, make_layer
+
+    from paceline.ops.dispatch import allow_dependent_launch
+
+    layers = [make_layer(shape, bench.device) for _ in range(shape.num_layers)]
+    tiles = {name: chosen_tile(name, shape, num_rows)._replace(ahead=(ahead_kb or 0) * 1024) for name in OPERATIONS}
+    num_bytes = 2 * sum(outputs * width for outputs, width in shape.sizes.values())
+    allow_dependent_launch(ahead_kb is not None)
+    try:
+        us = bench.clock.time([chain_call(shape, layers, make_inputs(shape, num_rows, bench.device), tiles)]).us
+    finally:
+        allow_dependent_launch(False)
+    row: Row = {"shape": shape.name, "rows": num_rows, "operation": f"chain, ahead {ahead_kb}", "us": us}
+    return {**row, "us_per_layer": us / len(layers), "floor_us": bench.ceilings.floor_us(num_bytes)}
+
+
 def _dependent_us(bench: Bench, calls: Sequence[Callable[[], object]]) -> float | None:
     """The same launches where each may begin before the one before it has ended."""
     from paceline.ops.dispatch import allow_dependent_launch
@@ -244,7 +271,7 @@ def _tune_operation(sweep: _Sweep, shape: Shape, num_rows: int, name: str, cuts:
             break
         try:
             error = error_of(shape, name, layers[0], inputs, tile)
-            us = bench.clock.time([chain_call(shape, layers, inputs, name, tile)], 5).us / len(layers)
+            us = bench.clock.time([chain_call(shape, layers, inputs, {name: tile})], 5).us / len(layers)
         except Exception as failure:
             say(f"{name} {tile and tuple(tile)}: {type(failure).__name__}: {str(failure).splitlines()[0][:100]}")
             continue

@@ -93,8 +93,9 @@ def most_fused_rows(gate_up: Tensor) -> int:
 
 
 def fuse(input_norm: RMSNorm, attention: SelfAttention, mlp_norm: RMSNorm, mlp: GatedMLP) -> FusedLayer | None:
-    """The parts of a layer in one tuple; None where heads have an odd size, which leaves no pairs of channels."""
-    if attention.head_size % 2:
+    """The parts of a layer in one tuple; None where heads have an odd size, or a weight is no plain block of memory."""
+    weights = (part.weight for part in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj))
+    if attention.head_size % 2 or not all(weight.is_contiguous() for weight in weights):
         return None
     qk_gains = None
     if attention.q_norm is not None and attention.k_norm is not None:

@@ -39,6 +39,12 @@ def test_cuts_are_tried_in_whole_layers(capsys: pytest.CaptureFixture[str], monk
     assert "(32, 32, 2, 4, 4, 0, False): " in capsys.readouterr().err
 
 
+def test_chains_are_timed_with_a_part_of_the_weight_asked_for_early(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_layers.main(["--device", "cpu", "--rows", "2", "--ahead-kb", "0", "8"]) == EXIT_DONE
+    shown = capsys.readouterr().out
+    assert all(f"chain, ahead {ahead}" in shown for ahead in (None, 0, 8))
+
+
 def test_every_cut_to_be_tried_fits_a_multiprocessor() -> None:
     for shape in gpu_layer_cases.SHAPES:
         for name in gpu_layer_cases.OPERATIONS:

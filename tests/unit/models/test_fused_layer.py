@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.tiny import tiny_drafter, tiny_target
 from tests.unit.models.conftest import randomise
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.checkpoint.contract import ConvolutionSettings, RopeSettings
 from paceline.models import fused_layer
@@ -212,6 +212,9 @@ def test_layers_without_pairs_of_channels_and_other_modes_have_no_fused_form() -
     odd = decoder_layer()
     attention = SelfAttention(48, 4, 2, 7, eps=1e-5, bias=False, qk_norm=False)
     assert fuse(odd.input_layernorm, attention, odd.post_attention_layernorm, odd.mlp) is None
+    strided = decoder_layer()
+    strided.mlp.down_proj.weight = nn.Parameter(torch.empty(40, 48).T)
+    assert fuse(strided.input_layernorm, strided.self_attn, strided.post_attention_layernorm, strided.mlp) is None
     for mode in ("plain", "row_invariant"):
         assert prepared(decoder_layer(), mode).fused is None  # type: ignore[arg-type]
 
