@@ -50,6 +50,7 @@ def _few_gate_up_kernel(
     ids_ptr: tl.tensor,
     inside_ptr: tl.tensor,
     num_rows: tl.tensor,
+    row_stride: tl.tensor,
     width: tl.tensor,
     inside_size: tl.tensor,
     beta: tl.tensor,
@@ -75,9 +76,8 @@ def _few_gate_up_kernel(
             in_at = first + tl.arange(0, INPUTS)
             is_in = in_at < width
             # Rows that chose otherwise may hold anything, NaN included: they are not read.
-            x = tl.load(
-                x_ptr + row[:, None] * width + in_at[None, :], mask=is_pair[:, None] & is_in[None, :], other=0.0
-            )
+            x_at = x_ptr + row[:, None] * row_stride + in_at[None, :]
+            x = tl.load(x_at, mask=is_pair[:, None] & is_in[None, :], other=0.0)
             is_cell = is_in[:, None] & is_out[None, :]
             w_gate = tl.load(weight_at + in_at[:, None], mask=is_cell, other=0.0)
             w_up = tl.load(weight_at + inside_size * width + in_at[:, None], mask=is_cell, other=0.0)
@@ -130,7 +130,7 @@ def few_expert_products_triton(
     """Launch two programs per expert and run of outputs.
 
     Args:
-        x_TX: at most `MOST_ROWS` rows.
+        x_TX: at most `MOST_ROWS` rows; may be a part of wider ones.
         expert_ids_TA: int64, none twice in a row; ids outside the experts are left out.
         gate_up_EZX: in the rows' dtype, contiguous.
         down_EXI: the same.
@@ -151,13 +151,16 @@ def few_expert_products_triton(
         "OUTPUTS": _OUTPUTS,
         "INPUTS": _INPUTS,
     }
+    if x_TX.stride(1) != 1:
+        x_TX = x_TX.contiguous()
     with torch.cuda.device_of(x_TX):
         _few_gate_up_kernel[num_experts, triton.cdiv(inside_size, _OUTPUTS)](
-            x_TX.contiguous(),
+            x_TX,
             gate_up_EZX,
             ids_TA,
             inside_PI,
             num_rows,
+            x_TX.stride(0),
             width,
             inside_size,
             float(activation.beta),

@@ -13,7 +13,7 @@ from paceline.errors import ShapeError
 from paceline.ops.dispatch import choose, kernel, needs_gradient, tl, triton
 from paceline.ops.elementwise import sigmoid, widen
 
-_GATE_BLOCK = 1024  # values per program
+_GATE_BLOCK = 1024  # channels per program
 
 
 def gated_rms_norm_reference(x_TNH: Tensor, gate_TNH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -103,21 +103,33 @@ def gate_by_sigmoid_reference(x: Tensor, gate: Tensor) -> Tensor:
 
 
 @kernel
-def _gate_kernel(x_ptr: tl.tensor, gate_ptr: tl.tensor, y_ptr: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
+def _gate_kernel(
+    x_ptr: tl.tensor,
+    gate_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    width: tl.tensor,
+    gate_stride: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    x = tl.load(x_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     y = x * (1.0 / (1.0 + tl.exp(-gate)))
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(y_ptr + row * width + column, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 def gate_by_sigmoid_triton(x: Tensor, gate: Tensor) -> Tensor:
-    """Launch one program per run of values."""
-    x, gate = x.contiguous(), gate.contiguous()
+    """Launch one program per row and run of channels; the gate may be a part of wider rows."""
+    width = x.shape[-1]
+    x, gate = x.contiguous(), gate.reshape(-1, width)
+    if gate.stride(1) != 1:
+        gate = gate.contiguous()
     y = torch.empty_like(x)
+    block = min(_GATE_BLOCK, triton.next_power_of_2(width))
     with torch.cuda.device_of(x):
-        _gate_kernel[(triton.cdiv(x.numel(), _GATE_BLOCK),)](x, gate, y, x.numel(), BLOCK=_GATE_BLOCK)
+        _gate_kernel[gate.shape[0], triton.cdiv(width, block)](x, gate, y, width, gate.stride(0), BLOCK=block)
     return y
 
 

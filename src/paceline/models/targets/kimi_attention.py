@@ -19,6 +19,7 @@ from paceline.checkpoint.contract import TargetContract
 from paceline.checkpoint.kimi_contract import DeltaAttentionSettings, NopeLatentSettings
 from paceline.models.hybrid import DeltaProjections, DeltaWeights, HybridAttend, LatentHeads
 from paceline.models.layers import Block, Linear, LinearMode, RMSNorm
+from paceline.models.stacked_products import StackedProducts, stack_products
 from paceline.ops.delta_attention import DeltaGate
 from paceline.ops.gated_rms_norm import gate_by_sigmoid, gated_rms_norm
 from paceline.ops.multi_head_latent_attention import split_expansion
@@ -101,15 +102,30 @@ class DeltaAttention(Block):
         self.g_proj = Linear(width, size) if full else LowRank(width, settings.head_size, size)
         self.o_norm = GatedNorm(settings.head_size, contract.rms_norm_eps)
         self.o_proj = Linear(size, width)
+        self._stacked: StackedProducts | None = None
 
     def forward(self, x_BTD: Tensor, attend: HybridAttend, layer: int) -> Tensor:
         """Map normed rows [B, T, D] to what is added to the stream."""
         heads = (self.num_heads, -1)
-        rows = DeltaProjections(self.qkv_proj(x_BTD), self.f_proj(x_BTD).unflatten(-1, heads), self.b_proj(x_BTD))
+        qkv_BTC, forget_BTE, gate_BTE, beta_BTN = self._project(x_BTD)
+        rows = DeltaProjections(qkv_BTC, forget_BTE.unflatten(-1, heads), beta_BTN)
         answers_BTNK = attend.delta(layer, rows, DeltaWeights(self.convolution.weight, self.decay()))
-        gated: Tensor = self.o_norm(answers_BTNK, self.g_proj(x_BTD).unflatten(-1, heads))
+        gated: Tensor = self.o_norm(answers_BTNK, gate_BTE.unflatten(-1, heads))
         projected: Tensor = self.o_proj(gated.flatten(-2))
         return projected
+
+    def _project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries, keys and values side by side; logits of decay and output gate; of beta."""
+        if self._stacked is None:
+            return self.qkv_proj(x_BTD), self.f_proj(x_BTD), self.g_proj(x_BTD), self.b_proj(x_BTD)
+        qkv, forget, gate, beta = self._stacked(x_BTD)
+        return qkv, self.f_proj.b(forget), self.g_proj.b(gate) if isinstance(self.g_proj, LowRank) else gate, beta
+
+    def set_mode(self, mode: LinearMode) -> None:
+        """In the mode "fused", project with one product what is read from the rows as they are."""
+        gate = self.g_proj.a if isinstance(self.g_proj, LowRank) else self.g_proj
+        parts = (self.qkv_proj, self.f_proj.a, gate, self.b_proj)
+        self._stacked = stack_products(parts) if mode == "fused" else None
 
 
 class LatentExpansion(Linear):
@@ -152,19 +168,31 @@ class NopeLatentAttention(Block):
         self.kv_b_proj = LatentExpansion(num_heads, settings)
         self.g_proj = Linear(width, value_width) if settings.has_output_gate else None
         self.o_proj = Linear(value_width, width)
+        self._stacked: StackedProducts | None = None
 
     def forward(self, x_BTD: Tensor, attend: HybridAttend, layer: int) -> Tensor:
         """Map normed rows [B, T, D] to what is added to the stream."""
-        if self.q_a_layernorm is None:
-            assert self.q_proj is not None
-            q_BTE = self.q_proj(x_BTD)
-        else:
-            q_BTE = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BTD)))
-        latent, shared = self.kv_a_proj_with_mqa(x_BTD).split_with_sizes(self.sizes, -1)
+        query_BTE, row_BTX, gate_BTE = self._project(x_BTD)
+        q_BTE = query_BTE if self.q_a_layernorm is None else self.q_b_proj(self.q_a_layernorm(query_BTE))
+        latent, shared = row_BTX.split_with_sizes(self.sizes, -1)
         rows_BTX = torch.cat((self.kv_a_layernorm(latent), shared), dim=-1)
         q_BTNQ = q_BTE.unflatten(-1, (self.num_heads, -1))
         mixed_BTF = attend.latent(layer, q_BTNQ, rows_BTX, self.kv_b_proj.heads()).flatten(-2)
-        if self.g_proj is not None:
-            mixed_BTF = gate_by_sigmoid(mixed_BTF, self.g_proj(x_BTD))
+        if gate_BTE is not None:
+            mixed_BTF = gate_by_sigmoid(mixed_BTF, gate_BTE)
         projected: Tensor = self.o_proj(mixed_BTF)
         return projected
+
+    @property
+    def _parts(self) -> tuple[Linear, ...]:
+        """Products of the rows as they are: of queries, or their low rank; of the cached row; of the output gate."""
+        first = self.q_a_proj if self.q_proj is None else self.q_proj
+        return (first, self.kv_a_proj_with_mqa, *(() if self.g_proj is None else (self.g_proj,)))
+
+    def _project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        products = [part(x_BTD) for part in self._parts] if self._stacked is None else self._stacked(x_BTD)
+        return products[0], products[1], products[2] if len(products) > 2 else None
+
+    def set_mode(self, mode: LinearMode) -> None:
+        """In the mode "fused", project with one product what is read from the rows as they are."""
+        self._stacked = stack_products(self._parts) if mode == "fused" else None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from paceline.checkpoint.contract import TargetContract
 from paceline.checkpoint.kimi_contract import ExpertSettings, KimiSettings
 from paceline.models.layers import Block, Linear, LinearMode, RMSNorm
+from paceline.models.stacked_products import StackedProducts, stack_products
 from paceline.models.targets.kimi_attention import Float32Block
 from paceline.ops.gated_activation import Activation, gated_activation
 from paceline.ops.mixture_of_experts import (
@@ -45,7 +46,11 @@ class KimiMLP(Block):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Map [B, T, D] to [B, T, D]."""
-        gate, up = self.gate_up_proj(x_BTD).split_with_sizes((self.intermediate_size, self.intermediate_size), -1)
+        return self.finish(self.gate_up_proj(x_BTD))
+
+    def finish(self, gate_up_BTZ: Tensor) -> Tensor:
+        """What follows the first product."""
+        gate, up = gate_up_BTZ.split_with_sizes((self.intermediate_size, self.intermediate_size), -1)
         y: Tensor = self.down_proj(gated_activation(gate, up, self.activation))
         return y
 
@@ -124,15 +129,28 @@ class MixtureOfExperts(Block):
         self.routed_expert_up_proj = Linear(latent, width) if latent else None
         shared = settings.num_shared_experts * settings.intermediate_size
         self.shared_experts = KimiMLP(width, shared, activation) if shared else None
+        self._stacked: StackedProducts | None = None
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Map [B, T, D] to [B, T, D]."""
-        rows_TD = x_BTD.flatten(0, -2)
-        inner_TX = rows_TD if self.routed_expert_down_proj is None else self.routed_expert_down_proj(rows_TD)
+        rows_TD, shared_TD = x_BTD.flatten(0, -2), None
+        if self._stacked is not None and self.shared_experts is not None:
+            inner_TX, gate_up_TZ = self._stacked(rows_TD)
+            shared_TD = self.shared_experts.finish(gate_up_TZ)
+        else:
+            inner_TX = rows_TD if self.routed_expert_down_proj is None else self.routed_expert_down_proj(rows_TD)
+            if self.shared_experts is not None:
+                shared_TD = self.shared_experts(rows_TD)
         y_TX = self.experts(inner_TX, self.gate(rows_TD))
         if self.routed_expert_norm is not None:
             y_TX = self.routed_expert_norm(y_TX)
         if self.routed_expert_up_proj is not None:
             y_TX = self.routed_expert_up_proj(y_TX)
-        y_BTD: Tensor = y_TX.view_as(x_BTD)
-        return y_BTD if self.shared_experts is None else y_BTD + self.shared_experts(x_BTD)
+        y_TD: Tensor = y_TX if shared_TD is None else y_TX + shared_TD
+        return y_TD.view_as(x_BTD)
+
+    def set_mode(self, mode: LinearMode) -> None:
+        """In the mode "fused", one product leads into the latent space and into the shared experts."""
+        self._stacked = None
+        if mode == "fused" and self.routed_expert_down_proj is not None and self.shared_experts is not None:
+            self._stacked = stack_products((self.routed_expert_down_proj, self.shared_experts.gate_up_proj))
