@@ -43,6 +43,7 @@ class Shape(NamedTuple):
     head_size: int
     intermediate_size: int
     has_qk_norm: bool
+    vocab_size: int
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
@@ -53,20 +54,22 @@ class Shape(NamedTuple):
             "o": (self.width, heads),
             "gated": (2 * self.intermediate_size, self.width),
             "down": (self.width, self.intermediate_size),
+            "head": (self.vocab_size, self.width),
         }
 
 
 SHAPES = (
-    Shape("smollm2-135m", 576, 30, 9, 3, 64, 1536, False),
-    Shape("qwen3-8b", 4096, 36, 32, 8, 128, 12_288, True),
+    Shape("smollm2-135m", 576, 30, 9, 3, 64, 1536, False, 49_152),
+    Shape("qwen3-8b", 4096, 36, 32, 8, 128, 12_288, True, 151_936),
 )
 _REFERENCES: dict[str, Callable[..., Tensor | ScaledRows]] = {
     "heads": project_heads_reference,
     "o": linear_residual_reference,
     "gated": linear_gated_reference,
     "down": linear_residual_reference,
+    "head": linear_residual_reference,
 }
-TINY = Shape("tiny", 64, 2, 3, 1, 16, 40, True)
+TINY = Shape("tiny", 64, 2, 3, 1, 16, 40, True, 70)
 
 
 @dataclass
@@ -151,6 +154,8 @@ def _launch(
         cells, form = Cells(planes, inputs.rows_T), HeadForm(shape.num_heads, _EPS)
         arguments = inputs.scaled, inputs.squares, weight, None, layer.qk_gains, inputs.turns, cells, form
         return project_heads_triton, arguments
+    if name == "head":
+        return linear_residual_triton, (inputs.x, None, weight, None, None, None, 0.0)
     if name == "gated":
         return linear_gated_triton, (inputs.scaled, inputs.squares, weight, None, _EPS)
     rows = inputs.heads if name == "o" else inputs.inside

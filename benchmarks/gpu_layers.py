@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import itertools
 import multiprocessing
 import os
 import sys
@@ -24,6 +25,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 from benchmarks.command_line import positive, report, run, say
 from benchmarks.results import text_table
@@ -58,10 +60,9 @@ def main(arguments: Sequence[str]) -> int:
     torch.manual_seed(0)
     bench = Bench(GraphClock(device, options.num_replays), Ceilings(options.bandwidth_tb * 1e12))
     shapes = [shape for shape in SHAPES if shape.name in options.shapes] if bench.is_real else [TINY]
-    skinny_product._LARGEST_DEPENDENT_BYTES = int(options.dependent_mb * 1e6)  # type: ignore[misc]
     sweep = _Sweep(bench, options.seconds)
-    for shape in shapes:
-        for num_rows in options.rows:
+    with mock.patch.object(skinny_product, "_LARGEST_DEPENDENT_BYTES", int(options.dependent_mb * 1e6)):
+        for shape, num_rows in itertools.product(shapes, options.rows):
             if options.ahead_kb:
                 for ahead_kb in [None, *options.ahead_kb]:
                     label = f"{shape.name}, {num_rows} rows, chain, {ahead_kb} KB ahead"
@@ -83,7 +84,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu for a trial; default cuda")
     parser.add_argument("--shapes", nargs="+", default=["smollm2-135m", "qwen3-8b"], help="default both")
     parser.add_argument("--rows", type=positive, nargs="+", default=list(ROWS), help="default 1 8 16 32 64")
-    parser.add_argument("--operations", nargs="+", choices=(*OPERATIONS, "stack"), default=[*OPERATIONS, "stack"])
+    parser.add_argument(
+        "--operations", nargs="+", choices=(*OPERATIONS, "head", "stack"), default=[*OPERATIONS, "stack"]
+    )
     parser.add_argument("--tune", action="store_true", help="try many cuts of each product, and name the best")
     parser.add_argument(
         "--ahead-kb", type=int, nargs="+", help="time chains whose launches begin early and ask for so much of a weight"
@@ -165,12 +168,17 @@ def _operation_row(bench: Bench, shape: Shape, num_rows: int, name: str) -> Row:
     }
 
 
+def _layer_bytes(shape: Shape) -> int:
+    """Of the four weights."""
+    return 2 * sum(outputs * width for outputs, width in (shape.sizes[name] for name in OPERATIONS))
+
+
 def _stack_row(bench: Bench, shape: Shape, num_rows: int, most_rows: int) -> Row:
     from benchmarks.gpu_layer_cases import make_inputs, make_layer, stack_calls
 
     layers = [make_layer(shape, bench.device) for _ in range(shape.num_layers)]
     calls = stack_calls(shape, layers, make_inputs(shape, num_rows, bench.device), most_rows)
-    num_bytes = 2 * shape.num_layers * sum(outputs * width for outputs, width in shape.sizes.values())
+    num_bytes = shape.num_layers * _layer_bytes(shape)
     found = bench.measure(calls, num_bytes=num_bytes)
     return {
         "shape": shape.name,
@@ -192,7 +200,7 @@ def _chain_row(bench: Bench, shape: Shape, num_rows: int, ahead_kb: int | None) 
 
     layers = [make_layer(shape, bench.device) for _ in range(shape.num_layers)]
     tiles = {name: chosen_tile(name, shape, num_rows)._replace(ahead=(ahead_kb or 0) * 1024) for name in OPERATIONS}
-    num_bytes = 2 * sum(outputs * width for outputs, width in shape.sizes.values())
+    num_bytes = _layer_bytes(shape)
     allow_dependent_launch(ahead_kb is not None)
     try:
         us = bench.clock.time([chain_call(shape, layers, make_inputs(shape, num_rows, bench.device), tiles)]).us
@@ -279,7 +287,7 @@ def _tune_operation(sweep: _Sweep, shape: Shape, num_rows: int, name: str, cuts:
     allow_dependent_launch(False)
     found.sort(key=lambda one: one[0])
     chosen_us = next((us for us, tile, _ in found if tile is None), None)
-    floor_us = bench.ceilings.floor_us(sum(2 * outputs * width for outputs, width in shape.sizes.values()))
+    floor_us = bench.ceilings.floor_us(_layer_bytes(shape))
     say(f"{shape.name} {num_rows} {name}: {chosen_us} us per layer as chosen, floor {floor_us:.2f}")
     for us, cut, error in found[:6]:
         say(f"{shape.name} {num_rows} {name} {cut}: {us:.3f} us per layer, error {error:.1e}")

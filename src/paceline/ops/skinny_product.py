@@ -31,6 +31,7 @@ _SHARED_BYTES: Final = 108_000  # of a multiprocessor, for tiles in flight: half
 _LINE_BYTES: Final = 128
 _HELD_WARPS: Final = 8  # among which the inputs of a held weight are divided
 _LARGEST_DEPENDENT_BYTES: Final = 8_000_000  # of a weight; while a larger one is read, a launch behind is in the way
+_MOST_HOLDING: Final = 2 * _NUM_PROCESSORS  # programs, so that all are there before the launch ahead has ended
 _HELD_BYTES: Final = 200_000  # of shared memory, for a held part of a weight and the rows
 
 
@@ -94,7 +95,8 @@ def choose_tile(num_rows: int, num_outputs: int, width: int, *, least_outputs: i
         return measured
     outputs = least_outputs
     held = held_tile(outputs, width)
-    if 2 * held.block * held.warps * (outputs + padded_rows(num_rows)) <= _HELD_BYTES:
+    held_bytes = 2 * held.block * held.warps * (outputs + padded_rows(num_rows))
+    if held_bytes <= _HELD_BYTES and num_outputs <= outputs * _MOST_HOLDING:
         return held
     while outputs < 64 and num_outputs // (2 * outputs) >= _FEW_PROGRAMS:
         outputs *= 2
