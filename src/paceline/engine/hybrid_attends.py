@@ -25,6 +25,7 @@ from paceline.ops.causal_convolution import next_history
 from paceline.ops.delta_attention import DeltaForm, delta_attention, verify_delta
 from paceline.ops.multi_head_latent_attention import absorbed_latent_attention, explicit_latent_attention
 from paceline.ops.paged_latent_attention import paged_latent_attention
+from paceline.ops.table_rows import table_rows
 
 _EXPANDED_FROM = 128  # rows of a pass: from here on expanding every cached row is cheaper than wide queries
 
@@ -96,8 +97,8 @@ class LatentBatched:
     ) -> None:
         self._cache, self._slots_B, self._starts_B = cache, slots_B, starts_B
         if cells_BT is None:
-            positions_BT = starts_B.unsqueeze(1) + torch.arange(num_rows, device=starts_B.device)
-            cells_BT = cache.tables.rows_of(slots_B, positions_BT)
+            tables = cache.tables
+            cells_BT = table_rows(tables.table, slots_B, starts_B, num_rows, block_size=tables.block_size)
         self._write = cache.writer(cells_BT)
 
     def __call__(self, place: int, q_BTNQ: Tensor, rows_BTX: Tensor, heads: LatentHeads) -> Tensor:

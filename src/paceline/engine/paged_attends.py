@@ -15,6 +15,7 @@ from torch import Tensor
 
 from paceline.engine.cache import KeyValueCache
 from paceline.ops.paged_attention import PagedAttend, can_page, paged_attention
+from paceline.ops.table_rows import table_rows
 
 
 def can_attend_paged(cache: KeyValueCache) -> bool:
@@ -48,8 +49,8 @@ class CausalPaged(PagedAttend):
         self._table, self._slots_B, self._starts_B, self._firsts_B = cache.tables.table, slots_B, starts_B, firsts_B
         self._windows, self._planes = windows, cache.planes.unbind(0)
         if cells_BT is None:
-            positions_BT = starts_B.unsqueeze(1) + torch.arange(num_rows, device=starts_B.device)
-            cells_BT = cache.tables.rows_of(slots_B, positions_BT)
+            tables = cache.tables
+            cells_BT = table_rows(tables.table, slots_B, starts_B, num_rows, block_size=tables.block_size)
         self._rows_T = cells_BT.flatten()
 
     def cells(self, layer: int) -> tuple[Tensor, Tensor]:
