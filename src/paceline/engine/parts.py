@@ -157,7 +157,10 @@ def make_parts(
     weight, contract = target.model.norm.weight, target.contract
     mode = target.linear_mode
     choice = AttentionChoice.for_device(
-        weight.device, is_row_invariant=mode == "row_invariant", is_native=mode == "native"
+        weight.device,
+        is_row_invariant=mode == "row_invariant",
+        is_native=mode == "native",
+        is_paged=mode == "fused",
     )
     max_model_len = context_length(target, settings)
     num_draft_tokens = draft_tokens_per_step(drafter, proposer, settings)

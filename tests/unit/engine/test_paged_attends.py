@@ -96,6 +96,24 @@ def test_greedy_texts_are_those_of_exact_attention(name: str, monkeypatch: pytes
     assert texts(target, drafter, at_once=5, run_ahead=True, block_size=16, prefix_cache=False) == alone
 
 
+def test_fused_layers_on_a_cpu_store_their_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole path of a GPU, through the definitions of its kernels; nobody calls the attention with keys."""
+    target, _ = loaded("qwen3", linear_mode="plain")
+    alone = texts(target, None, at_once=1, prefix_cache=False)
+
+    def refuse(*_: object, **__: object) -> torch.Tensor:
+        raise AssertionError("rows were handed over to be stored")
+
+    fused, fused_drafter = loaded("qwen3", linear_mode="fused")
+    engine = Engine(fused, fused_drafter, EngineSettings(max_num_seqs=3, max_model_len=96))
+    assert engine.stats().attention == "paged"
+    engine.close()
+    for form in (CausalPaged, BlockPaged):
+        monkeypatch.setattr(form, "__call__", refuse)
+    force_paged(monkeypatch)
+    assert texts(fused, fused_drafter, at_once=3, block_size=16) == alone
+
+
 def test_a_key_too_few_changes_some(monkeypatch: pytest.MonkeyPatch) -> None:
     target, _ = loaded("qwen3", linear_mode="plain")
     alone = texts(target, None, at_once=1)
