@@ -29,7 +29,7 @@ from paceline.ops.paged_attention import PagedAttend
 from paceline.ops.place_heads import place_heads
 from paceline.ops.project_heads import Cells, HeadForm, project_heads
 from paceline.ops.scale_rows import scale_rows
-from paceline.ops.skinny_product import LARGEST_ROWS, new_counters
+from paceline.ops.skinny_product import LARGEST_ROWS, ScaledRows, new_counters
 
 if TYPE_CHECKING:
     from paceline.models.layers import GatedMLP, RMSNorm, SelfAttention
@@ -132,6 +132,7 @@ def run_fused(
     first_layer: int = 0,
     offset_R: Tensor | None = None,
     observe: Callable[[int, Tensor], None] | None = None,
+    prepared: ScaledRows | None = None,
 ) -> Tensor:
     """Return the residual stream after layers that follow each other, a new tensor.
 
@@ -144,6 +145,7 @@ def run_fused(
         first_layer: the number of the first layer there.
         offset_R: int64, each row's index in its own block, for convolutions; None where each [B] row is one.
         observe: called with 1 and the stream after the first layer, 2 after the second; reading changes nothing.
+        prepared: the stream before, prepared for the first norm, if somebody did that already.
     """
     B, T, D = x_BTD.shape
     run = _run_few if layers[0].most_rows >= B * T else _run_many
@@ -151,7 +153,7 @@ def run_fused(
         run = _run_convolved
         if offset_R is None:
             offset_R = torch.arange(T, device=x_BTD.device).repeat(B)
-    shared = _Pass(turns_R2P, attend, (B, T), is_neox_style, first_layer, offset_R)
+    shared = _Pass(turns_R2P, attend, (B, T), is_neox_style, first_layer, offset_R, prepared)
     for index, after_RD in enumerate(run(layers, x_BTD.reshape(B * T, D), shared)):
         x_BTD = after_RD.view(B, T, D)
         if observe is not None:
@@ -168,6 +170,7 @@ class _Pass(NamedTuple):
     is_neox_style: bool
     first_layer: int
     offset_R: Tensor | None
+    prepared: ScaledRows | None
 
     def form(self, layer: FusedLayer) -> HeadForm:
         return HeadForm(layer.num_heads, layer.eps, self.is_neox_style, layer.value_scale)
@@ -183,7 +186,7 @@ class _Pass(NamedTuple):
 
 def _run_few(layers: Sequence[FusedLayer], x_RD: Tensor, shared: _Pass) -> Iterator[Tensor]:
     """Each product in one launch with what surrounds it; the stream after every layer."""
-    rows = scale_rows(x_RD, layers[0].input_gain_D)
+    rows = shared.prepared or scale_rows(x_RD, layers[0].input_gain_D)
     for index, layer in enumerate(layers):
         counters = layer.counters
         q_RNH = project_heads(

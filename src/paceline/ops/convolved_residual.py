@@ -57,8 +57,8 @@ def _convolved_residual_kernel(
     column = tl.arange(0, BLOCK)
     is_channel = column < width
     if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     group = column // group_size
     offset = tl.load(offset_ptr + row)
     x = tl.load(x_ptr + row * width + column, mask=is_channel, other=0.0)

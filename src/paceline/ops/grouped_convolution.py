@@ -70,8 +70,8 @@ def _grouped_convolution_kernel(
     USE_PDL: tl.constexpr,
 ) -> None:
     if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_channel = column < width

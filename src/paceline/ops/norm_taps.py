@@ -38,8 +38,8 @@ def _norm_taps_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < width
     if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     dtype = y_ptr.dtype.element_ty
     x = tl.zeros([BLOCK], dtype=tl.float32)
     for index in tl.static_range(NUM_TAPS):

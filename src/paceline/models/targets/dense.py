@@ -22,6 +22,7 @@ from paceline.models.layers import (
 )
 from paceline.models.positions import position_table
 from paceline.models.taps import TapCollector
+from paceline.ops.embed_rows import embed_rows
 from paceline.ops.paged_attention import PagedAttend
 from paceline.ops.rotary import expand_rotary
 
@@ -91,20 +92,32 @@ class DenseTarget(nn.Module):
         Returns:
             [B, T, D], after the final norm.
         """
-        x = self.embed_tokens(token_ids_BT)
         if taps is not None:
             assert taps.stream in self.aux_hidden_streams, f"no stream {taps.stream!r}: ask `require_taps`"
-            taps.observe(0, x)
         if self._fused and isinstance(attend, PagedAttend):
-            turns = self.position_table[positions_BT.flatten()]
-            x = run_fused(self._fused, x, turns, attend, observe=None if taps is None else taps.observe)
-            fused_hidden: Tensor = self.norm(x)
-            return fused_hidden
+            return self._forward_fused(token_ids_BT, positions_BT, attend, taps)
+        x = self.embed_tokens(token_ids_BT)
+        if taps is not None:
+            taps.observe(0, x)
         rows = expand_rotary(self.position_table[positions_BT], x.dtype)
         for index, layer in enumerate(self.layers):
             x = layer(x, rows, attend, index)
             if taps is not None:
                 taps.observe(index + 1, x)
+        hidden: Tensor = self.norm(x)
+        return hidden
+
+    def _forward_fused(
+        self, token_ids_BT: Tensor, positions_BT: Tensor, attend: PagedAttend, taps: TapCollector | None
+    ) -> Tensor:
+        embedding_VD, gain_D = self.embed_tokens.weight, self._fused[0].input_gain_D
+        rows, turns = embed_rows(
+            embedding_VD, token_ids_BT.flatten(), gain_D, self.position_table, positions_BT.flatten()
+        )
+        x = rows.x_TD.view(*token_ids_BT.shape, -1)
+        if taps is not None:
+            taps.observe(0, x)
+        x = run_fused(self._fused, x, turns, attend, observe=None if taps is None else taps.observe, prepared=rows)
         hidden: Tensor = self.norm(x)
         return hidden
 
