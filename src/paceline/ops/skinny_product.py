@@ -261,9 +261,9 @@ def begin_run(
     """Wait for the launch ahead, where this one may begin before that has ended; the weight is read meanwhile.
 
     The weight is constant. All else may be an earlier launch's to write, or to read, until the wait is over. So the
-    launch behind may begin at once; it cannot go before what the pass began with, which lets nobody begin before its own
-    wait is over. What the end of a kernel needs is best read right behind the wait: it arrives while
-    the product runs.
+    launch behind may begin at once; it cannot get before what the pass began with, which lets nobody begin before its
+    own wait is over. What the end of a kernel needs is best read right behind the wait: it arrives while the product
+    runs.
 
     Args:
         weight_ptr: [outputs, WIDTH].
