@@ -136,7 +136,7 @@ def test_p14_a_slot_of_minus_one_is_nobodys() -> None:
     state.lengths[:2] = torch.tensor([5, 6])
     padding = torch.tensor([-1])
     zero = torch.tensor([0])
-    rows = state.step_rows(padding, 0, vocab_size=99, reads_q=False)
+    rows = state.step_rows(padding, 0, vocab_size=99, num_positions=99, reads_q=False)
     rows = rows._replace(slots_B=padding, starts_B=torch.tensor([98]))
     state.commit(rows, Verdict(zero, torch.tensor([9]), zero, zero))
     state.store_proposal(padding, Proposal(torch.tensor([[7]])))

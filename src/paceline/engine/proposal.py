@@ -37,7 +37,7 @@ class Rows:
         context_starts: positions below hold no draft context, as after a prefix hit that lacks it; None is 0 for all.
             The target knows nothing of it.
         context_starts_B: the same, int64.
-        positions_BT: int64, of every row, where they were made already.
+        positions_BT: int64, of every row, at most the last one of the target's table, where they were made already.
         cells_BT: int64, physical rows of the caches that the rows go to, where a batched step made them already; one
             object's tables serve all caches.
     """

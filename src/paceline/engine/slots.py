@@ -212,6 +212,7 @@ class SlotState:
         num_drafts: int,
         *,
         vocab_size: int,
+        num_positions: int,
         reads_q: bool,
         context_starts_B: Tensor | None = None,
         cells: CacheCells | None = None,
@@ -224,6 +225,7 @@ class SlotState:
             slots_B,
             num_drafts=num_drafts,
             vocab_size=vocab_size,
+            num_positions=num_positions,
             context_starts_B=context_starts_B,
             cells=cells,
         )

@@ -289,6 +289,7 @@ def decode_step(
         batch.rows.slots_B,
         batch.rows.num_rows - 1,
         vocab_size=target.contract.vocab_size,
+        num_positions=target.position_table.shape[0],
         reads_q=has_q and reads_q(batch.verify_method),
         context_starts_B=batch.rows.context_starts_B,
         cells=CacheCells(cache.tables.table, cache.tables.block_size) if choice.is_batched else None,
@@ -397,13 +398,13 @@ def run_rows(
     positions_BT = rows.positions_BT
     if positions_BT is None:
         positions_BT = rows.starts_B.unsqueeze(1) + torch.arange(rows.num_rows, device=token_ids_BT.device)
+        # The last drafts of a request may lie beyond the position table; they also lie beyond its budget.
+        positions_BT = positions_BT.clamp(max=target.position_table.shape[0] - 1)
     attend = attend_rows(cache, choice, rows, all_count=all_count)
     taps = None
     if proposer is not None:
         taps = TapCollector.of_layers(proposer.target_layer_ids, proposer.aux_hidden_stream)
-    # The last drafts of a request may lie beyond the position table; they also lie beyond its budget.
-    turned_as_BT = positions_BT.clamp(max=target.position_table.shape[0] - 1)
-    hidden_BTD: Tensor = target(token_ids_BT, turned_as_BT, attend, taps)
+    hidden_BTD: Tensor = target(token_ids_BT, positions_BT, attend, taps)
     if proposer is not None and taps is not None:
         proposer.write_context(rows, taps.collected(), positions_BT)
     return hidden_BTD

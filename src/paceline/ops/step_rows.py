@@ -2,8 +2,8 @@
 
     is alive      a request whose end the device has seen goes on in the trash slot, at position 0
     token[0]      the anchor; token[i] draft i-1, or the anchor once more where there is none
-    position[i]   n + i
-    cell[i]       the physical row of the caches: table[slot, position // size] * size + position % size
+    position[i]   n + i, held at the last one of the target's table: rows beyond it lie beyond the request's budget
+    cell[i]       the physical row of the caches for n + i: table[slot, (n + i) // size] * size + (n + i) % size
 
 A missing draft is run as the anchor once more; its row is computed for nothing and can't be accepted. Any other id
 might overflow where the request's own tokens do not, and spoil its block. Ids outside of the vocabulary count as
@@ -109,6 +109,7 @@ def step_rows_reference(
     cells: CacheCells | None,
     num_drafts: int,
     vocab_size: int,
+    num_positions: int,
 ) -> StepRows:
     """The definition."""
     whole_SX = columns.whole_SX
@@ -134,7 +135,7 @@ def step_rows_reference(
         anchors_B,
         whole_SX[:, STEP][slots_B],
         torch.cat((anchors_B1, torch.where(ids_BK < 0, anchors_B1, ids_BK)), dim=1),
-        positions_BT,
+        positions_BT.clamp(max=num_positions - 1),
         None if cells is None else _cells_of(cells, slots_B, positions_BT),
         ids_BK,
         candidate_ids_BKC,
@@ -173,6 +174,7 @@ def _step_rows_kernel(
     num_kept: tl.tensor,
     num_blocks: tl.tensor,
     vocab_size: tl.tensor,
+    num_positions: tl.tensor,
     BLOCK_SIZE: tl.constexpr,
     NUM_ROWS: tl.constexpr,
     NUM_CANDIDATES: tl.constexpr,
@@ -223,7 +225,7 @@ def _step_rows_kernel(
     known = tl.minimum(tl.maximum(anchor, 0), vocab_size - 1)
     tl.store(token_out_ptr + request * NUM_ROWS + row, tl.where(draft < 0, known, draft), mask=is_row)
     at = start + row
-    tl.store(position_out_ptr + request * NUM_ROWS + row, at, mask=is_row)
+    tl.store(position_out_ptr + request * NUM_ROWS + row, tl.minimum(at, num_positions - 1), mask=is_row)
     if HAS_CELLS:
         index = at // BLOCK_SIZE
         has_entry = is_row & (index < num_blocks)
@@ -248,6 +250,7 @@ def step_rows_triton(
     cells: CacheCells | None,
     num_drafts: int,
     vocab_size: int,
+    num_positions: int,
 ) -> StepRows:
     """Launch one program per request."""
     num_requests, num_rows, device = slots_B.shape[0], num_drafts + 1, slots_B.device
@@ -283,6 +286,7 @@ def step_rows_triton(
             drafts.ids_SK.shape[1],
             0 if cells is None else cells.table_SJ.shape[1],
             vocab_size,
+            num_positions,
             BLOCK_SIZE=1 if cells is None else cells.block_size,
             NUM_ROWS=num_rows,
             NUM_CANDIDATES=num_candidates if num_drafts > 0 else 0,
@@ -326,6 +330,7 @@ def step_rows(
     *,
     num_drafts: int,
     vocab_size: int,
+    num_positions: int,
     context_starts_B: Tensor | None = None,
     cells: CacheCells | None = None,
 ) -> StepRows:
@@ -337,9 +342,10 @@ def step_rows(
         slots_B: int64, one per request; the last slot for padding.
         num_drafts: K, the first of the waiting ones.
         vocab_size: V.
+        num_positions: of the target's table.
         context_starts_B: int64, positions below hold no draft context; None where none is missing.
         cells: where keys are kept; None where nobody asks for cells.
     """
     assert num_drafts <= drafts.ids_SK.shape[1], "slots have room for no more drafts"
     run = choose("step_rows", slots_B, step_rows_reference, step_rows_triton)
-    return run(columns, drafts, slots_B, context_starts_B, cells, num_drafts, vocab_size)
+    return run(columns, drafts, slots_B, context_starts_B, cells, num_drafts, vocab_size, num_positions)

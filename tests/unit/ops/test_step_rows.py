@@ -10,6 +10,7 @@ from paceline.ops.slot_columns import ANCHOR, IS_ALIVE, LENGTH, SEED, STEP, TEMP
 from paceline.ops.step_rows import CacheCells, WaitingDrafts, step_rows, step_rows_reference, step_rows_triton
 
 NUM_SLOTS = 7
+NUM_POSITIONS = 33
 
 
 @pytest.mark.parametrize("num_drafts", [0, 1, 4])
@@ -23,6 +24,7 @@ def test_rows_are_what_plain_numbers_give(num_drafts: int) -> None:
         torch.tensor(slots),
         num_drafts=num_drafts,
         vocab_size=VOCAB_SIZE,
+        num_positions=NUM_POSITIONS,
         context_starts_B=context,
         cells=tables(NUM_SLOTS),
     )
@@ -47,7 +49,7 @@ def test_rows_are_what_plain_numbers_give(num_drafts: int) -> None:
         anchor = min(max(whole[ANCHOR], 0), VOCAB_SIZE - 1)
         assert rows.token_ids_BT[index].tolist() == [anchor, *(anchor if token < 0 else token for token in own)]
         positions = list(range(start, start + num_drafts + 1))
-        assert rows.positions_BT[index].tolist() == positions
+        assert rows.positions_BT[index].tolist() == [min(at, NUM_POSITIONS - 1) for at in positions]
         blocks = [table[slot][at // BLOCK_SIZE] if at < BLOCK_SIZE * MAX_BLOCKS else 0 for at in positions]
         cells = [max(1, block * BLOCK_SIZE + at % BLOCK_SIZE) for block, at in zip(blocks, positions, strict=True)]
         assert rows.cells_BT[index].tolist() == cells
@@ -69,7 +71,7 @@ def test_the_kernel_agrees_with_the_reference(
     cells = None if is_bare else tables(NUM_SLOTS)
     if num_candidates == 0 or is_bare:
         drafts = WaitingDrafts(drafts.ids_SK, None, None)
-    expected = step_rows_reference(columns, drafts, slots, context, cells, num_drafts, VOCAB_SIZE)
+    expected = step_rows_reference(columns, drafts, slots, context, cells, num_drafts, VOCAB_SIZE, NUM_POSITIONS)
     found = step_rows_triton(
         SlotColumns(*moved(columns, kernel_device)),
         WaitingDrafts(*moved(drafts, kernel_device)),
@@ -78,6 +80,7 @@ def test_the_kernel_agrees_with_the_reference(
         None if cells is None else CacheCells(cells.table_SJ.to(kernel_device), cells.block_size),
         num_drafts,
         VOCAB_SIZE,
+        NUM_POSITIONS,
     )
     assert_same(found, expected)
     assert (found.token_ids_BT >= 0).all() and (found.token_ids_BT < VOCAB_SIZE).all()
@@ -89,6 +92,6 @@ def test_a_row_beyond_the_table_goes_to_block_0_and_never_to_the_row_of_zeros(ke
     bare = WaitingDrafts(drafts.ids_SK.to(kernel_device), None, None)
     cells = CacheCells(tables(2).table_SJ.to(kernel_device), BLOCK_SIZE)
     columns = SlotColumns(*(array.to(kernel_device) for array in columns))
-    found = step_rows_triton(columns, bare, torch.tensor([0], device=kernel_device), None, cells, 3, VOCAB_SIZE)
+    found = step_rows_triton(columns, bare, torch.tensor([0], device=kernel_device), None, cells, 3, VOCAB_SIZE, 99)
     assert found.cells_BT is not None
     assert found.cells_BT.tolist() == [[BLOCK_SIZE - 1, 1, 1, 2]]
