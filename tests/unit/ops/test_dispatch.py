@@ -129,8 +129,9 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from paceline.ops import candidate_walk, context_kv, finalise_block, grouped_convolution
-from paceline.ops import paged_attention_kernel, sample_tokens, vocab_statistics
+from paceline.ops import block_rows, candidate_walk, commit_step, context_kv, draw_candidates, finalise_block
+from paceline.ops import finalise_rows, grouped_convolution, noise, paged_attention_kernel, sample_tokens, step_rows
+from paceline.ops import store_drafts, target_distribution, top_k_tokens, vocab_statistics
 
 def compile_for_hopper(function, pointers, sizes, constants):
     signature = {name: "*" + kind for name, kind in pointers.items()} | sizes | dict.fromkeys(constants, "constexpr")
@@ -173,26 +174,108 @@ compile_for_hopper(
     named("vocab_size", "i32"),
     {"DOMAIN": 0x4452_4654, "GREEDY_BELOW": 1e-5, "TILE": 2048},
 )
+STATISTICS = named("best_ptr mass_ptr noisy_ptr", "fp32") | named("best_id_ptr noisy_id_ptr", "i64")
+SETTINGS = named("temperature_ptr", "fp32") | named("seed_ptr anchor_position_ptr", "i64")
 for num_candidates in (0, 16):
     compile_for_hopper(
         vocab_statistics._vocab_statistics_kernel,
         named("logits_ptr", "bf16" if num_candidates else "fp32")
-        | named("temperature_ptr best_ptr mass_ptr outside_mass_ptr noisy_ptr", "fp32")
-        | named("candidate_ptr seed_ptr anchor_position_ptr best_id_ptr noisy_id_ptr", "i64"),
+        | named("outside_mass_ptr log_q_ptr", "fp32") | named("candidate_ptr", "i64") | STATISTICS | SETTINGS,
         named("num_rows vocab_size", "i32"),
-        {"NUM_CANDIDATES": num_candidates, "GREEDY_BELOW": 1e-5, "TILE": 2048},
+        {"NUM_CANDIDATES": num_candidates, "HAS_LOG_Q": num_candidates > 0, "ALL_GREEDY": num_candidates == 0,
+         "GREEDY_BELOW": 1e-5, "TILE": 2048},
     )
-for reads_q, is_block in ((True, False), (True, True), (False, False)):
+VERDICT = (
+    named("logits_ptr log_q_ptr", "fp32")
+    | named("candidate_ptr draft_ptr step_ptr verdict_ptr", "i64") | STATISTICS | SETTINGS
+)
+VERDICT_SIZES = named("num_requests num_tiles num_candidates vocab_size", "i32")
+BLOCK_OF_8 = {"NUM_ROWS": 8, "GREEDY_BELOW": 1e-5, "ACCEPT": 0x4143_4350, "TILES": 32, "CANDIDATES": 16}
+compile_for_hopper(
+    finalise_block._finalise_block_kernel,
+    VERDICT | named("outside_mass_ptr", "fp32"),
+    VERDICT_SIZES,
+    BLOCK_OF_8 | {"HAS_LOG_Q": True, "ALL_GREEDY": False},
+)
+for reads_q in (True, False):
     compile_for_hopper(
-        finalise_block._finalise_block_kernel,
-        named("logits_ptr", "fp32")
-        | named("temperature_ptr best_ptr mass_ptr outside_mass_ptr noisy_ptr log_q_ptr", "fp32")
-        | named("candidate_ptr draft_ptr seed_ptr anchor_position_ptr step_ptr", "i64")
-        | named("best_id_ptr noisy_id_ptr verdict_ptr", "i64"),
-        named("num_requests num_tiles num_candidates vocab_size", "i32"),
-        {"NUM_ROWS": 8, "GREEDY_BELOW": 1e-5, "READS_Q": reads_q, "IS_BLOCK": is_block, "HAS_LOG_Q": reads_q,
-         "ALL_GREEDY": False, "ACCEPT": 0x4143_4350, "TILES": 32, "CANDIDATES": 16},
+        finalise_rows._finalise_rows_kernel,
+        VERDICT,
+        VERDICT_SIZES,
+        BLOCK_OF_8 | {"ROWS": 8, "READS_Q": reads_q, "HAS_LOG_Q": reads_q, "ALL_GREEDY": not reads_q},
     )
+SLOTS = named("slots_ptr whole_ptr", "i64")
+COLUMNS = {"NUM_WHOLE": 15, "LENGTH": 0, "ANCHOR": 1, "STEP": 2}
+compile_for_hopper(
+    step_rows._step_rows_kernel,
+    SLOTS | named("context_ptr draft_ptr candidate_ptr whole_out_ptr token_out_ptr position_out_ptr", "i64")
+    | named("cell_out_ptr draft_out_ptr candidate_out_ptr", "i64") | named("table_ptr", "i32")
+    | named("fractions_ptr log_q_ptr fractions_out_ptr log_q_out_ptr", "fp32"),
+    named("num_requests trash_slot num_kept num_blocks vocab_size num_positions", "i32"),
+    COLUMNS | {"IS_ALIVE": 3, "TOP_K": 5, "SEED": 6, "NUM_FRACTIONS": 3, "BLOCK_SIZE": 32, "NUM_ROWS": 16,
+               "NUM_CANDIDATES": 16, "HAS_CONTEXT": True, "HAS_CELLS": True, "ROWS": 16, "CANDIDATES": 256},
+)
+compile_for_hopper(
+    block_rows._block_rows_kernel,
+    SLOTS | named("whole_out_ptr token_out_ptr position_out_ptr", "i64") | named("beyond_out_ptr", "i1")
+    | named("fractions_ptr temperature_out_ptr", "fp32"),
+    named("num_requests mask_id vocab_size max_positions", "i32"),
+    COLUMNS | {"SEED": 6, "NUM_FRACTIONS": 3, "TEMPERATURE": 0, "NUM_ROWS": 16, "ROWS": 16},
+)
+compile_for_hopper(
+    commit_step._commit_step_kernel,
+    SLOTS | named("waiting_ptr starts_ptr positions_ptr draft_ptr accepted_ptr bonus_ptr fault_ptr", "i64")
+    | named("num_zero_q_ptr ends_ptr report_ptr", "i64"),
+    named("num_kept", "i32"),
+    COLUMNS | {"IS_ALIVE": 3, "LIMIT": 4, "FIRST_STOP": 7, "NUM_STOPS": 8, "SOUND": 0, "NUM_ROWS": 16, "NUM_COUNTS": 5,
+               "ROWS": 16, "KEPT": 16},
+)
+for has_q in (True, False):
+    compile_for_hopper(
+        store_drafts._store_drafts_kernel,
+        named("slots_ptr ids_ptr candidate_ptr wanted_ptr kept_ids_ptr kept_candidate_ptr waiting_ptr", "i64")
+        | named("log_q_ptr kept_log_q_ptr", "fp32"),
+        named("waiting_stride num_kept", "i32"),
+        {"NUM_DRAFTS": 7, "NUM_CANDIDATES": 16, "HAS_WANTED": has_q, "HAS_Q": has_q, "KEPT": 16, "CELLS": 256},
+    )
+compile_for_hopper(
+    top_k_tokens._top_k_of_tiles_kernel,
+    named("scores_ptr", "bf16") | named("keys_ptr", "i64"),
+    named("vocab_size", "i32"),
+    {"NUM_BEST": 16, "TILE": 2048},
+)
+compile_for_hopper(
+    top_k_tokens._top_k_of_keys_kernel,
+    named("scores_ptr values_ptr", "bf16") | named("keys_ptr ids_ptr", "i64"),
+    named("vocab_size num_keys", "i32"),
+    {"NUM_BEST": 16, "BEST": 16, "KEYS": 1024},
+)
+DRAW = named("seed_ptr step_ptr position_ptr ids_ptr", "i64")
+DRAW_KEYS = {"HAS_STEP": True, "DOMAIN": 0x4452_4654, "CANDIDATES": 16}
+compile_for_hopper(
+    noise._candidate_gumbel_kernel,
+    DRAW | named("noise_ptr", "fp32"),
+    named("num_drafts first num_candidates", "i32"),
+    DRAW_KEYS,
+)
+compile_for_hopper(
+    draw_candidates._draw_candidates_kernel,
+    DRAW | named("drawn_ptr", "i64") | named("scores_ptr", "bf16") | named("temperature_ptr log_q_ptr", "fp32"),
+    named("num_drafts first num_candidates", "i32"),
+    DRAW_KEYS,
+)
+compile_for_hopper(
+    draw_candidates._candidate_log_q_kernel,
+    named("scores_ptr temperature_ptr log_q_ptr", "fp32"),
+    named("num_drafts num_candidates", "i32"),
+    {"CANDIDATES": 16},
+)
+compile_for_hopper(
+    target_distribution._temper_logits_kernel,
+    named("logits_ptr", "bf16") | named("temperature_ptr tempered_ptr", "fp32"),
+    named("num_rows vocab_size", "i32"),
+    {"GREEDY_BELOW": 1e-5, "LOWEST": 0.01, "TILE": 4096},
+)
 for queries, is_shared, has_tail in ((16, True, False), (64, True, True), (128, False, False)):
     compile_for_hopper(
         paged_attention_kernel._paged_attention_kernel,
