@@ -1,0 +1,111 @@
+"""Where the time of a decode step goes: every kernel of a recorded step, by name, with its share.
+
+    python -m benchmarks.gpu_profile --shape qwen3-8b --kind dflash --batch 32
+    python -m benchmarks.gpu_profile --device cpu --shape tiny-smollm2 --batch 2        the script itself
+
+Steps of `gpu_steps.py` under torch's profiler, which sees the kernels of a replayed graph one by one. It slows the host
+down, not the kernels: `us` is per step, `calls` too, `us_per_call` their ratio. The last line has the sum of all
+kernels beside the wall time between events: what is missing is the time between kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.command_line import positive, run, say
+from benchmarks.gpu_gate import DEFAULT, MODES, engine_settings
+from benchmarks.random_dense import LINEAR_MODES, random_prompts
+from benchmarks.results import Row, text_table
+from benchmarks.step_driver import time_steps
+from benchmarks.step_shapes import KINDS, PLAIN, SHAPES, make_drafter, make_target
+
+from paceline.errors import EXIT_DONE
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import Engine
+
+_CONTEXT, _MAX_MODEL_LEN = 224, 512
+_NUM_WARM_UP = 8
+_LONGEST_NAME = 90
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Make the models, profile some steps, print the table."""
+    options = parse(arguments)
+    import torch
+    from benchmarks.gpu_steps import run_round
+
+    from paceline.engine.engine import Engine
+
+    device = torch.device(options.device)
+    target = make_target(options.shape, device, dtype=torch.bfloat16, linear_mode=options.linear_mode)
+    drafter = None if options.kind == PLAIN else make_drafter(target)
+    settings = engine_settings(options.mode, max_num_seqs=options.batch, max_model_len=_MAX_MODEL_LEN)
+    engine = Engine(target, drafter, settings)
+    run_round(engine, random_prompts(options.batch, 128, target.contract.vocab_size), _NUM_WARM_UP)
+    times = time_steps(
+        engine, batch=options.batch, context=_CONTEXT, num_warm_up=_NUM_WARM_UP, num_timed=options.num_steps
+    )
+    say(f"{options.shape}, {options.kind}, batch {options.batch}: {times.median_ms:.4g} ms a step, not profiled")
+    rows = profile(engine, options.batch, options.num_steps)
+    total_us = sum(float(str(row["us"])) for row in rows)
+    shown = [{**row, "share": float(str(row["us"])) / total_us} for row in rows[: options.num_rows]]
+    print(text_table(shown, ["us", "share", "calls", "us_per_call", "kernel"]))
+    num_calls = sum(float(str(row["calls"])) for row in rows)
+    print(f"all kernels {total_us:.1f} us in {num_calls:.0f} calls; a step {1e3 * times.median_ms:.1f} us", flush=True)
+    return EXIT_DONE
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu for a trial; default cuda")
+    parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
+    parser.add_argument("--kind", choices=KINDS, default=PLAIN)
+    parser.add_argument("--batch", type=positive, default=1)
+    parser.add_argument("--mode", choices=MODES, default=DEFAULT)
+    parser.add_argument("--linear-mode", choices=LINEAR_MODES, default="auto")
+    parser.add_argument("--num-steps", type=positive, default=16, help="that are profiled; default 16")
+    parser.add_argument("--num-rows", type=positive, default=40, help="kernels that are shown; default 40")
+    return parser.parse_args(arguments)
+
+
+def profile(engine: Engine, batch: int, num_steps: int) -> list[Row]:
+    """Kernels of a step, the costliest first: microseconds and calls per step."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as torch_profile
+
+    is_gpu = engine._loop.parts.state.device.type == "cuda"
+    with torch_profile(activities=[ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU]) as found:
+        time_steps(engine, batch=batch, context=_CONTEXT, num_warm_up=0, num_timed=num_steps)
+    return summarise(found.key_averages(), num_steps, is_gpu=is_gpu)
+
+
+def summarise(events: Sequence[Any], num_steps: int, *, is_gpu: bool) -> list[Row]:
+    """One row per name.
+
+    Args:
+        events: of torch's profiler, averaged by name.
+        num_steps: that were run.
+        is_gpu: whether time on the device counts; else that of the operator itself.
+    """
+    rows: list[Row] = []
+    for event in events:
+        us = float(event.self_device_time_total if is_gpu else event.self_cpu_time_total)
+        if us > 0:
+            rows.append(
+                {
+                    "us": us / num_steps,
+                    "calls": event.count / num_steps,
+                    "us_per_call": us / event.count,
+                    "kernel": event.key[:_LONGEST_NAME],
+                }
+            )
+    return sorted(rows, key=lambda row: -float(str(row["us"])))
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))
