@@ -24,6 +24,7 @@ from paceline.ops.delta_attention import (
     verify_delta,
     verify_delta_reference,
 )
+from paceline.ops.delta_chunks import delta_chunks_triton
 from paceline.ops.delta_commit import commit_delta, commit_delta_reference
 from paceline.ops.delta_kernel import NO_STATE, DeltaTile, launch_delta
 from paceline.ops.finalise_block import finalise_block_triton
@@ -35,6 +36,7 @@ VOCABULARY, DELTA = "vocabulary", "delta"
 VOCABULARIES = (49_152, 151_936)
 _BLOCK, _CANDIDATES = 16, 16
 TILES = tuple(DeltaTile(values, warps) for values, warps in ((8, 1), (16, 1), (32, 1), (16, 2), (32, 2), (64, 4)))
+CHUNK_TILES = tuple(DeltaTile(values, warps) for values, warps in ((16, 4), (32, 4), (32, 8), (64, 8)))
 _KEPT = 5  # rows that a commit takes in
 _OPERATIONS = 7  # per row and cell of a state: decay, read, correct, write, read again
 
@@ -172,7 +174,11 @@ def delta_cases(is_real: bool) -> Iterator[MicroCase]:
             name = f"verify a layer, batch {batch}, {tile.values} values, {tile.warps} warps"
             yield MicroCase(DELTA, name, batch * _BLOCK, partial(_verify_with, step, tile))
     sizes = DeltaSizes(4) if is_real else DeltaSizes(1, 2, 8)
-    for name, run in (("kernel", delta_attention), ("chunks in torch", _in_chunks)):
+    runs: dict[str, object] = {"row by row": _row_by_row}
+    for tile in CHUNK_TILES if is_real else ():
+        runs[f"chunks, {tile.values} values, {tile.warps} warps"] = partial(_chunk_kernel, tile)
+    runs["chunks in torch"] = _in_chunks
+    for name, run in runs.items():
         for rows in (512, 2048) if is_real else (40,):
             yield MicroCase(DELTA, f"prompt, {name}", rows, partial(_prompt, sizes, rows, run))
 
@@ -284,10 +290,15 @@ def _commit(step: _DeltaStep, bench: Bench) -> Row:
     return {**row, "error": error, "allowed": 1e-5}
 
 
-def _in_chunks(
-    inputs: DeltaInputs, gate: DeltaGate, state: Tensor | None, *, form: str = "chunked"
-) -> tuple[Tensor, Tensor]:
-    assert state is not None
+def _row_by_row(inputs: DeltaInputs, gate: DeltaGate, state: Tensor) -> tuple[Tensor, Tensor]:
+    return delta_attention(inputs, gate, state, form="recurrent")
+
+
+def _chunk_kernel(tile: DeltaTile, inputs: DeltaInputs, gate: DeltaGate, state: Tensor) -> tuple[Tensor, Tensor]:
+    return delta_chunks_triton(inputs, gate, state, None, tile=tile)
+
+
+def _in_chunks(inputs: DeltaInputs, gate: DeltaGate, state: Tensor) -> tuple[Tensor, Tensor]:
     return delta_attention_reference(inputs, gate, state, None, "chunked")
 
 
@@ -298,10 +309,10 @@ def _prompt(sizes: DeltaSizes, num_rows: int, run: object, bench: Bench) -> Row:
     state = torch.randn(1, sizes.num_heads, sizes.head_size, sizes.head_size, device=bench.device)
     all_inputs = [_inputs(sizes, 1, num_rows, bench.device) for _ in range(sizes.num_layers)]
     row = bench.measure(
-        [partial(run, inputs, gate, state, form="chunked") for inputs in all_inputs],
+        [partial(run, inputs, gate, state) for inputs in all_inputs],
         num_bytes=2 * sizes.state_bytes + num_rows * sizes.width * 5 * 2,
         num_flops=num_rows * sizes.width * (6 * sizes.head_size + 8 * 64),
         num_replays=5,
     )
-    found, expected = run(all_inputs[0], gate, state, form="chunked"), _in_chunks(all_inputs[0], gate, state)
+    found, expected = run(all_inputs[0], gate, state), _in_chunks(all_inputs[0], gate, state)
     return {**row, "error": relative_error(found[1], expected[1]), "allowed": 1e-3}

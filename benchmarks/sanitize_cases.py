@@ -18,6 +18,7 @@ from paceline.ops import delta_attention as delta
 from paceline.ops import grouped_convolution as grouped
 from paceline.ops import mixture_of_experts as experts
 from paceline.ops.convolved_residual import convolved_residual_reference, convolved_residual_triton
+from paceline.ops.delta_chunks import can_chunk, delta_chunks_triton
 from paceline.ops.delta_commit import CommitInto, DeltaRecords, commit_delta_reference, commit_delta_triton
 from paceline.ops.gated_activation import Activation, gated_activation_reference, gated_activation_triton
 from paceline.ops.gated_rms_norm import (
@@ -173,6 +174,12 @@ def _delta(device: torch.device) -> Iterator[Case]:
                 f"delta, prompt, {name}",
                 partial(compared, *prompt, (inputs, gate, own, lengths, "recurrent"), allowed),
             )
+            if can_chunk(gate):
+                chunked = (partial(delta.delta_attention_reference, form="chunked"), delta_chunks_triton)
+                yield (
+                    f"delta, chunks, {name}",
+                    partial(compared, *chunked, (inputs, gate, own, lengths), max(allowed, 1e-4)),
+                )
             every = (delta.delta_snapshots_reference, delta.delta_snapshots_triton)
             yield f"delta, snapshots, {name}", partial(compared, *every, (inputs, gate, states, slots), allowed)
 

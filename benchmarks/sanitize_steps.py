@@ -22,6 +22,7 @@ from paceline.ops.finalise_block import Verdict
 from paceline.ops.slot_columns import FIRST_STOP, IS_ALIVE, LIMIT, NUM_FRACTIONS, NUM_WHOLE, SlotColumns
 from paceline.ops.step_rows import CacheCells, WaitingDrafts, step_rows_reference, step_rows_triton
 from paceline.ops.store_drafts import store_drafts_reference, store_drafts_triton
+from paceline.ops.table_rows import table_rows_reference, table_rows_triton
 from paceline.ops.target_distribution import temper_logits_reference, temper_logits_triton
 from paceline.ops.top_k_tokens import top_k_tokens_reference, top_k_tokens_triton
 
@@ -31,7 +32,7 @@ _SLOTS, _DRAFTS, _CANDIDATES, _VOCABULARY = 5, 4, 3, 50  # the last slot is the 
 
 def step_cases(device: torch.device) -> Iterator[Case]:
     """All cases of a step's ends."""
-    for make in (_rows, _blocks, _commits, _stores, _noise, _tempered, _draws, _best):
+    for make in (_rows, _blocks, _commits, _stores, _noise, _tempered, _draws, _best, _cells):
         yield from make(device)
 
 
@@ -146,3 +147,10 @@ def _best(device: torch.device) -> Iterator[Case]:
             f"top_k_tokens, {dtype}",
             partial(compared, top_k_tokens_reference, top_k_tokens_triton, (scores, 6), _EXACT),
         )
+
+
+def _cells(device: torch.device) -> Iterator[Case]:
+    table = torch.randint(6, (_SLOTS, 4), dtype=torch.int32, device=device)
+    starts = torch.tensor([0, 29, 13], device=device)  # one request goes on past its last block
+    both = (table_rows_reference, table_rows_triton)
+    yield "table_rows", partial(compared, *both, (table, _slots(device), starts, 9, 8), _EXACT)

@@ -31,7 +31,7 @@ _TILE = DeltaTile()
 
 
 @kernel
-def _log_decay(f: tl.tensor, rate: tl.tensor, lower_bound: tl.tensor, IS_BOUNDED: tl.constexpr) -> tl.tensor:
+def log_decay(f: tl.tensor, rate: tl.tensor, lower_bound: tl.tensor, IS_BOUNDED: tl.constexpr) -> tl.tensor:
     """g of logits with their bias added."""
     if IS_BOUNDED:
         g = lower_bound / (1.0 + tl.exp(-rate * f))
@@ -118,7 +118,7 @@ def _delta_kernel(
         k = k.to(tl.float32)
         q = q * tl.rsqrt(tl.sum(q * q) + eps) * query_scale
         k = k * tl.rsqrt(tl.sum(k * k) + eps)
-        decay = tl.exp(_log_decay(f.to(tl.float32) + dt_bias, rate, lower_bound, IS_BOUNDED))
+        decay = tl.exp(log_decay(f.to(tl.float32) + dt_bias, rate, lower_bound, IS_BOUNDED))
         kept = tl.sum(state * decay[:, None] * k[:, None], axis=0)
         correction = (v.to(tl.float32) - kept) / (1.0 + tl.exp(-b))
         state = replay_row(state, k, correction, decay)

@@ -27,7 +27,7 @@ from paceline.ops.elementwise import sigmoid, softplus, widen
 
 NORM_EPS = 1e-6  # inside the root of the norms of q and k
 CHUNK = 16  # rows; unbounded gates take CHUNK weights per row and channel
-_MOST_DECAY = 10.0  # per row, as |g|: up to here a chunk's weights are products of factors that float32 holds
+MOST_DECAY = 10.0  # per row, as |g|: up to here a chunk's weights are products of factors that float32 holds
 
 
 class DeltaGate(NamedTuple):
@@ -115,7 +115,7 @@ def step_chunks(rows: DeltaRows, state_BNKV: Tensor, lower_bound: float | None) 
     q, k, v, g = (_chunks(values, padding) for values in rows[:4])  # [B, N, M, C, ..]
     beta = _chunks(rows.beta_BTN.unsqueeze(-1), padding)
     sums = g.cumsum(3)
-    of_keys, of_queries = _weights(q, k, sums, is_bounded=lower_bound is not None and lower_bound >= -_MOST_DECAY)
+    of_keys, of_queries = _weights(q, k, sums, is_bounded=lower_bound is not None and lower_bound >= -MOST_DECAY)
     decayed = sums.exp()
     # The solver takes the diagonal to be one and reads only what lies below it.
     wanted = beta * torch.cat((v, decayed * k), dim=-1)
