@@ -81,7 +81,8 @@ class Linear(Block):
             return linear_row_invariant(x, self.weight, self.bias, packed=self._packed)
         if self._packed is not None:
             return linear_packed(x, self._packed, self.bias)
-        return functional.linear(x, self.weight, self.bias)
+        # Rows that are a slice of others would be multiplied request by request, each reading the weight once more.
+        return functional.linear(x.contiguous(), self.weight, self.bias)
 
     @property
     def packed(self) -> Tensor | None:

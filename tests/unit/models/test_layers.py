@@ -199,3 +199,18 @@ def test_a_layer_in_packed_arithmetic_agrees_with_the_plain_one(num_rows: int) -
     y = layer(x, rows, attend, 0)
     assert y.shape == x.shape and attend.q.shape[:2] == attend.k.shape[:2] == attend.v.shape[:2] == (1, num_rows)
     torch.testing.assert_close(y, expected, rtol=2**-5, atol=2**-5)
+
+
+def test_rows_that_are_a_slice_are_multiplied_in_one_product() -> None:
+    """Planted by torch itself: for rows with gaps it multiplies request by request, and reads the weight each time."""
+    linear = Linear(8, 11)
+    torch.nn.init.normal_(linear.weight)
+    slice_BTD = torch.randn(3, 5, 8)[:, 1:]
+    with torch.inference_mode():
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as planted:
+            expected = torch.nn.functional.linear(slice_BTD, linear.weight)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            found = linear(slice_BTD)
+    assert "aten::bmm" in {entry.key for entry in planted.key_averages()}
+    assert "aten::bmm" not in {entry.key for entry in profile.key_averages()}
+    assert torch.allclose(found, expected)
