@@ -10,7 +10,7 @@ from paceline.ops.slot_columns import ANCHOR, IS_ALIVE, LENGTH, SEED, STEP, TEMP
 from paceline.ops.step_rows import CacheCells, WaitingDrafts, step_rows, step_rows_reference, step_rows_triton
 
 NUM_SLOTS = 7
-NUM_POSITIONS = 33
+NUM_POSITIONS = 9
 
 
 @pytest.mark.parametrize("num_drafts", [0, 1, 4])
