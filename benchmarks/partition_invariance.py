@@ -1,7 +1,7 @@
 """At how many cuts a Kimi target computes what it computes in one piece, to the last bit; and with planted faults.
 
     python -m benchmarks.partition_invariance --out docs/results
-    python -m benchmarks.partition_invariance --device cuda --out docs/results      through the kernels of a GPU
+    python -m benchmarks.partition_invariance --device cuda --stages 2 --out docs/results    through a GPU's kernels
 
 A random target of 32 layers in blocks of 8 runs whole, and cut in two before every layer but the first; of three
 stages, every pair of cuts, with no capture id in the middle stage. A cut counts if taps 0 to 32 and the logits are
@@ -61,6 +61,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", help="cpu or cuda; default cpu")
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=list(DTYPES), help="one or both; default both")
+    parser.add_argument(
+        "--stages", type=int, choices=(2, 3), nargs="+", default=[2, 3], help="one or both; default both"
+    )
     parser.add_argument("--num-layers", type=positive, default=32, help="default 32")
     parser.add_argument("--block-size", type=positive, default=8, help="layers per block; default 8")
     parser.add_argument("--hidden-size", type=positive, default=64, help="a multiple of 32; default 64")
@@ -88,8 +91,12 @@ def measure(dtype: str, options: argparse.Namespace) -> list[dict[str, object]]:
         rows.append({**row, "num_identical": len(survivors), "planted_fault": fault, "cosine": None, **more})
         say(f"{dtype}, {stages} stages, {fault or 'no fault'}: {len(survivors)} of {of}")
 
-    add(2, None, surviving(target, ids_BT, cuts, STREAMS), len(cuts))
-    add(3, None, surviving(target, ids_BT, pairs, ("attn_res",), skip_middle=True), len(pairs))
+    if 2 in options.stages:
+        add(2, None, surviving(target, ids_BT, cuts, STREAMS), len(cuts))
+    if 3 in options.stages:
+        add(3, None, surviving(target, ids_BT, pairs, ("attn_res",), skip_middle=True), len(pairs))
+    if 2 not in options.stages:
+        return rows
     cosines: list[float] = []
     with prefix_at_the_boundary(cosines):
         survivors = surviving(target, ids_BT, cuts, ("attn_res",))

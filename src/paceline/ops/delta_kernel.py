@@ -18,16 +18,31 @@ from paceline.ops.delta_rows import NORM_EPS, DeltaGate, DeltaInputs
 from paceline.ops.dispatch import kernel, tl, triton
 
 NO_STATE, LAST_STATE, EVERY_STATE = 0, 1, 2
+_MOST_VALUES, _FEWEST_VALUES = 32, 8  # value channels per program
+_WANTED_PROGRAMS = 512  # four warps on each of an H200's multiprocessors
 
 
 class DeltaTile(NamedTuple):
-    """How a head is shared: value channels per program, and its warps. It must not depend on requests or rows."""
+    """How a head is shared: value channels per program, and its warps."""
 
-    values: int = 32
-    warps: int = 4
+    values: int
+    warps: int
 
 
-_TILE = DeltaTile()
+def choose_tile(num_heads: int, value_size: int) -> DeltaTile:
+    """A cut of heads; rows have no part in it.
+
+    One warp holds all key channels of its value channels, so sums over keys need no barrier. Many channels per program
+    read each row less often; few of them let few heads fill a GPU.
+
+    Args:
+        num_heads: of all requests together.
+        value_size: V.
+    """
+    values = _MOST_VALUES
+    while values > _FEWEST_VALUES and num_heads * triton.cdiv(value_size, values) < _WANTED_PROGRAMS:
+        values //= 2
+    return DeltaTile(values, 1)
 
 
 @kernel
@@ -146,7 +161,7 @@ def launch_delta(
     lengths_B: Tensor | None,
     records: DeltaRecords | None,
     keeps: int,
-    tile: DeltaTile = _TILE,
+    tile: DeltaTile | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch one program per request, head and run of value channels.
 
@@ -158,7 +173,7 @@ def launch_delta(
         lengths_B: rows past them are left out; None: all count.
         records: one layer's, written in place; None: none are kept.
         keeps: NO_STATE, LAST_STATE ([B, N, K, V]) or EVERY_STATE ([B, T, N, K, V]).
-        tile: how a head is shared among programs.
+        tile: how a head is shared among programs; by default from `choose_tile`.
     Returns:
         The outputs, and new states, float32, as `keeps` says, empty for NO_STATE.
     """
@@ -172,6 +187,7 @@ def launch_delta(
     new_states = states_SNKV.new_empty(*shape, num_heads, key_size, value_size, dtype=torch.float32)
     # Where there are no records, nothing is stored through these.
     correction, key, decay = (o_BTNV, o_BTNV, o_BTNV) if records is None else records[:3]
+    tile = tile or choose_tile(num_requests * num_heads, value_size)
     values = min(tile.values, triton.next_power_of_2(value_size))
     with torch.cuda.device_of(states_SNKV):
         _delta_kernel[num_requests, num_heads, triton.cdiv(value_size, values)](

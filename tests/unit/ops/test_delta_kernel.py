@@ -15,6 +15,7 @@ from paceline.ops.delta_attention import (
     verify_delta_triton,
 )
 from paceline.ops.delta_commit import DeltaRecords
+from paceline.ops.delta_kernel import choose_tile
 from paceline.ops.delta_rows import DeltaGate, DeltaInputs
 
 SHAPES = [(1, 1, 1, 1, 1), (2, 3, 2, 5, 7), (2, 4, 1, 8, 40)]  # requests, rows, heads, key and value channels
@@ -163,3 +164,8 @@ def test_gates_far_out(kernel_device: torch.device) -> None:
             "recurrent",
         )
         torch.testing.assert_close(found.decay_BTNK.cpu(), records.decay_BTNK, rtol=1e-5, atol=1e-30)
+
+
+def test_few_heads_are_cut_finer_and_rows_have_no_part_in_it() -> None:
+    assert [choose_tile(heads, 128).values for heads in (32, 64, 128, 1024)] == [8, 16, 32, 32]
+    assert all(choose_tile(heads, 128).warps == 1 for heads in (1, 4096))
