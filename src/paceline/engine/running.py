@@ -107,7 +107,9 @@ class RunningRequest:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._has_limits = self.limits != TokenLimits()  # asked for in every step
+        # Asked for many times in every step.
+        self._has_limits = self.limits != TokenLimits()
+        self._num_before = len(self.prompt_ids) - 1
         if self.prefill_goal < 0:
             self.prefill_goal = len(self.prompt_ids)
 
@@ -129,7 +131,7 @@ class RunningRequest:
     @property
     def num_cached(self) -> int:
         """n while decoding: everything but the last emitted token has been run."""
-        return len(self.prompt_ids) + len(self.output.token_ids) - 1
+        return self._num_before + len(self.output.token_ids)
 
     @property
     def num_final(self) -> int:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import get_args
+from typing import cast, get_args
 
 import torch
 from torch import Tensor
@@ -186,7 +186,10 @@ class StepOutput:
         """Read what `send` packed, a row per request."""
         steps = []
         for numbers in packed:
-            whole = [int(number) for number in numbers[:num_integers]]
+            # Beside log-probabilities whole numbers come as fractions.
+            whole = cast(list[int], numbers)
+            if self.logprobs is not None:
+                whole = [int(number) for number in numbers[:num_integers]]
             accepted, fault, num_zero_q, num_waiting, position = whole[:NUM_COUNTS]
             tokens, drafts = whole[NUM_COUNTS : NUM_COUNTS + self.num_rows], whole[NUM_COUNTS + self.num_rows :]
             step = HostStep(accepted, fault, num_zero_q, tokens, drafts, num_waiting=num_waiting, position=position)
