@@ -11,6 +11,7 @@ from benchmarks.sanitize_comparing import Case, compared, dtypes, random
 from torch import Tensor
 
 from paceline.ops.add_norm import add_norm_reference, add_norm_triton
+from paceline.ops.embed_rows import embed_rows_reference, embed_rows_triton
 from paceline.ops.linear_gated import linear_gated_reference, linear_gated_triton
 from paceline.ops.linear_residual import linear_residual_reference, linear_residual_triton
 from paceline.ops.norm_taps import norm_taps_reference, norm_taps_triton
@@ -30,7 +31,7 @@ _SMALL = Launch(queries=16, keys=16, warps=4, stages=2, least_turns=1)  # so tha
 
 def layer_cases(device: torch.device) -> Iterator[Case]:
     """All cases of layers."""
-    for make in (_attention, _paged, _residuals, _gates, _heads, _placed, _norms):
+    for make in (_attention, _paged, _residuals, _gates, _heads, _placed, _norms, _embedded):
         yield from make(device)
 
 
@@ -191,3 +192,11 @@ def _norms(device: torch.device) -> Iterator[Case]:
         gains = random(device, 3, 37, dtype=dtype)
         both = (norm_taps_reference, norm_taps_triton)
         yield f"norm_taps, {dtype}", partial(compared, *both, (taps, gains, _EPS), 2 * allowed)
+
+
+def _embedded(device: torch.device) -> Iterator[Case]:
+    ids, positions = torch.tensor([6, 0, 6, 8], device=device), torch.tensor([0, 23, 5, 5], device=device)
+    turns = rotary_table(1e-4 ** (torch.arange(5, device=device) * 2 / 10), 24)
+    for dtype, allowed in dtypes(device):
+        arguments = (random(device, 9, 37, dtype=dtype), ids, random(device, 37), turns, positions)
+        yield f"embed_rows, {dtype}", partial(compared, embed_rows_reference, embed_rows_triton, arguments, allowed)

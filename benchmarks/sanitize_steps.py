@@ -61,7 +61,7 @@ def _rows(device: torch.device) -> Iterator[Case]:
     for num_drafts, has_q in ((_DRAFTS, True), (2, False), (0, False)):
         drafts = _waiting(device, has_q=has_q)
         cells, starts = (CacheCells(table, 8), firsts) if has_q else (None, None)
-        arguments = (_columns(device), drafts, _slots(device), starts, cells, num_drafts, _VOCABULARY)
+        arguments = (_columns(device), drafts, _slots(device), starts, cells, num_drafts, _VOCABULARY, 40)
         yield (
             f"step_rows, {num_drafts} drafts",
             partial(compared, step_rows_reference, step_rows_triton, arguments, _EXACT),
