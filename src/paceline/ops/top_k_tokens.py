@@ -9,7 +9,7 @@ The k best ids lie in the k groups of ids whose own best are first: any other id
 of ids, so among equal maxima the lower group holds the lower id, and groups are ordered by the same kind of key. So one
 pass reads the table for the groups' maxima, and the selection proper sees k groups and the odd ids at the end.
 
-The kernels take the k best keys of every tile of ids, one after the other, and then the k best of these.
+The kernels do the same; the odd ids are a group, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from paceline.ops.native import choices as native
 
 _GROUP = 64  # ids per group: about sqrt(V / k) for the vocabularies and k in use
 _LAST_ID = 2**31 - 1
-_TILE = 2048  # ids per program
+_GROUPS_AT_ONCE = 32  # per program
+_MANY_KEYS = 4096  # of groups, for four warps
 _MOST_IN_KERNELS = 64  # k; the k best are found one by one
 
 
@@ -105,73 +106,86 @@ def _order_key(value: tl.tensor, ids: tl.tensor) -> tl.tensor:
 
 
 @kernel
-def _top_k_of_tiles_kernel(
+def _best_of_groups_kernel(
     scores_ptr: tl.tensor,
     keys_ptr: tl.tensor,
     vocab_size: tl.tensor,
-    NUM_BEST: tl.constexpr,
-    TILE: tl.constexpr,
+    num_groups: tl.tensor,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
 ) -> None:
-    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    ids = tile * TILE + tl.arange(0, TILE)
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     is_inside = ids < vocab_size
     scores = tl.load(scores_ptr + row * vocab_size + ids, mask=is_inside, other=0.0)
     keys = tl.where(is_inside, _order_key(scores, ids), -0x7FFF_FFFF_FFFF_FFFF)
-    out = keys_ptr + (row * tl.num_programs(1) + tile) * NUM_BEST
-    for index in range(NUM_BEST):
-        best = tl.max(keys, axis=0)
-        tl.store(out + index, best)
-        keys = tl.where(keys == best, -0x7FFF_FFFF_FFFF_FFFF, keys)
+    tl.store(keys_ptr + row * num_groups + group, tl.max(keys, axis=1), mask=group < num_groups)
 
 
 @kernel
-def _top_k_of_keys_kernel(
+def _top_k_in_groups_kernel(
     scores_ptr: tl.tensor,
     keys_ptr: tl.tensor,
     values_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     vocab_size: tl.tensor,
-    num_keys: tl.tensor,
+    num_groups: tl.tensor,
     NUM_BEST: tl.constexpr,
     BEST: tl.constexpr,
+    GROUP: tl.constexpr,
     KEYS: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, KEYS)
-    keys = tl.load(keys_ptr + row * num_keys + at, mask=at < num_keys, other=-0x7FFF_FFFF_FFFF_FFFF)
+    group_keys = tl.load(keys_ptr + row * num_groups + at, mask=at < num_groups, other=-0x7FFF_FFFF_FFFF_FFFF)
     lane = tl.arange(0, BEST)
-    best_keys = tl.zeros((BEST,), tl.int64)
+    best_keys = tl.full((BEST,), -0x7FFF_FFFF_FFFF_FFFF, tl.int64)  # whose id lies beyond every vocabulary
     for index in range(NUM_BEST):
-        best = tl.max(keys, axis=0)
+        best = tl.max(group_keys, axis=0)
+        best_keys = tl.where(lane == index, best, best_keys)
+        group_keys = tl.where(group_keys == best, -0x7FFF_FFFF_FFFF_FFFF, group_keys)
+    groups = (0x7FFF_FFFF - (best_keys & 0x7FFF_FFFF)) // GROUP
+    ids = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    is_inside = ids < vocab_size
+    scores = tl.load(scores_ptr + row * vocab_size + ids, mask=is_inside, other=0.0)
+    keys = tl.where(is_inside, _order_key(scores, ids), -0x7FFF_FFFF_FFFF_FFFF)
+    for index in range(NUM_BEST):
+        best = tl.max(tl.max(keys, axis=1), axis=0)
         best_keys = tl.where(lane == index, best, best_keys)
         keys = tl.where(keys == best, -0x7FFF_FFFF_FFFF_FFFF, keys)
-    ids = 0x7FFF_FFFF - (best_keys & 0x7FFF_FFFF)
+    best_ids = 0x7FFF_FFFF - (best_keys & 0x7FFF_FFFF)
     is_lane = lane < NUM_BEST
-    values = tl.load(scores_ptr + row * vocab_size + ids, mask=is_lane, other=0.0)
+    values = tl.load(scores_ptr + row * vocab_size + best_ids, mask=is_lane, other=0.0)
     tl.store(values_ptr + row * NUM_BEST + lane, values, mask=is_lane)
-    tl.store(ids_ptr + row * NUM_BEST + lane, ids, mask=is_lane)
+    tl.store(ids_ptr + row * NUM_BEST + lane, best_ids, mask=is_lane)
 
 
 def top_k_tokens_triton(scores_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Launch one program per row and tile, then one per row."""
+    """Launch one program per row and 32 groups, then one per row."""
     V, device = scores_RV.shape[-1], scores_RV.device
     scores_RV = scores_RV.contiguous()
-    num_rows, num_tiles = scores_RV.numel() // V, triton.cdiv(V, _TILE)
-    keys = torch.empty(num_rows, num_tiles * k, dtype=torch.int64, device=device)
+    num_rows, num_groups = scores_RV.numel() // V, triton.cdiv(V, _GROUP)
+    keys = torch.empty(num_rows, num_groups, dtype=torch.int64, device=device)
     values_RC = torch.empty(*scores_RV.shape[:-1], k, dtype=scores_RV.dtype, device=device)
     ids_RC = torch.empty(values_RC.shape, dtype=torch.int64, device=device)
+    padded = triton.next_power_of_2(num_groups)
     with torch.cuda.device_of(scores_RV):
-        _top_k_of_tiles_kernel[(num_rows, num_tiles)](scores_RV, keys, V, NUM_BEST=k, TILE=_TILE)
-        _top_k_of_keys_kernel[(num_rows,)](
+        _best_of_groups_kernel[(num_rows, triton.cdiv(num_groups, _GROUPS_AT_ONCE))](
+            scores_RV, keys, V, num_groups, GROUP=_GROUP, GROUPS=_GROUPS_AT_ONCE
+        )
+        _top_k_in_groups_kernel[(num_rows,)](
             scores_RV,
             keys,
             values_RC,
             ids_RC,
             V,
-            num_tiles * k,
+            num_groups,
             NUM_BEST=k,
             BEST=triton.next_power_of_2(k),
-            KEYS=triton.next_power_of_2(num_tiles * k),
+            GROUP=_GROUP,
+            KEYS=padded,
+            num_warps=8 if padded >= _MANY_KEYS else 4,
         )
     return values_RC, ids_RC
 

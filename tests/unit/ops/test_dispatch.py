@@ -239,16 +239,16 @@ for has_q in (True, False):
         {"NUM_DRAFTS": 7, "NUM_CANDIDATES": 16, "HAS_WANTED": has_q, "HAS_Q": has_q, "KEPT": 16, "CELLS": 256},
     )
 compile_for_hopper(
-    top_k_tokens._top_k_of_tiles_kernel,
+    top_k_tokens._best_of_groups_kernel,
     named("scores_ptr", "bf16") | named("keys_ptr", "i64"),
-    named("vocab_size", "i32"),
-    {"NUM_BEST": 16, "TILE": 2048},
+    named("vocab_size num_groups", "i32"),
+    {"GROUP": 64, "GROUPS": 32},
 )
 compile_for_hopper(
-    top_k_tokens._top_k_of_keys_kernel,
+    top_k_tokens._top_k_in_groups_kernel,
     named("scores_ptr values_ptr", "bf16") | named("keys_ptr ids_ptr", "i64"),
-    named("vocab_size num_keys", "i32"),
-    {"NUM_BEST": 16, "BEST": 16, "KEYS": 1024},
+    named("vocab_size num_groups", "i32"),
+    {"NUM_BEST": 16, "BEST": 16, "GROUP": 64, "KEYS": 1024},
 )
 DRAW = named("seed_ptr step_ptr position_ptr ids_ptr", "i64")
 DRAW_KEYS = {"HAS_STEP": True, "DOMAIN": 0x4452_4654, "CANDIDATES": 16}

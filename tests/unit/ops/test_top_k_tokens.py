@@ -102,18 +102,20 @@ def test_masked_ids_are_left_out_as_long_as_others_remain() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("vocab_size", "k", "tile"), [(5, 5, 16), (64, 4, 16), (65, 16, 32), (301, 7, 64), (40, 1, 64)]
+    ("vocab_size", "k", "group"),
+    [(5, 5, 16), (64, 4, 16), (65, 16, 2), (301, 7, 8), (40, 1, 64), (40, 40, 4), (33, 9, 4)],
 )
 def test_the_kernels_agree_with_a_stable_sort(
     kernel_device: torch.device,
     vocab_size: int,
     k: int,
-    tile: int,
+    group: int,
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Few levels, so that ties lie at the border and across tiles; some ids are masked out, and zeros have signs."""
-    monkeypatch.setattr(module, "_TILE", tile)
+    monkeypatch.setattr(module, "_GROUP", group)
+    monkeypatch.setattr(module, "_GROUPS_AT_ONCE", 4)
     generator = torch.Generator().manual_seed(vocab_size)
     scores = ((torch.randint(0, 9, (2, 3, vocab_size), generator=generator) - 4) * 0.75).to(dtype)
     scores[torch.rand(scores.shape, generator=generator) < 0.3] = -torch.inf
