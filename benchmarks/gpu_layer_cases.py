@@ -23,7 +23,7 @@ from paceline.ops.paged_attention import PagedAttend
 from paceline.ops.project_heads import Cells, HeadForm, project_heads_reference, project_heads_triton
 from paceline.ops.rotary import rotary_table
 from paceline.ops.scale_rows import scale_rows
-from paceline.ops.skinny_product import ScaledRows, Tile, choose_tile, held_tile, new_counters
+from paceline.ops.skinny_product import ScaledRows, Tile, choose_tile, new_counters
 
 OPERATIONS = ("heads", "o", "gated", "down")
 ALLOWED_ERROR = 1e-2  # of bf16 results against float32
@@ -272,10 +272,6 @@ def tiles(name: str, shape: Shape) -> Iterator[Tile]:
     else:
         outputs = (16, 32, 64, 128) if name in ("o", "down") else (32, 64, 128)
     least = 90 if width >= 4096 else 24
-    if width <= 2048:
-        for output, warps in itertools.product(outputs[:2], (4, 8)):
-            if held_tile(output, width, warps).block * warps * (output + 16) * 2 < 220_000:
-                yield held_tile(output, width, warps)
     for output, block, parts in itertools.product(outputs, (64, 128, 256), (1, 2, 3, 4, 8)):
         num_programs = -(-num_outputs // output) * parts
         turns = -(-width // (block * parts))

@@ -25,7 +25,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-from unittest import mock
 
 from benchmarks.command_line import positive, report, run, say
 from benchmarks.results import text_table
@@ -52,8 +51,6 @@ def main(arguments: Sequence[str]) -> int:
     from benchmarks.gpu_layer_cases import SHAPES, TINY
     from benchmarks.gpu_micro_clock import Bench, Ceilings, GraphClock
 
-    from paceline.ops import skinny_product
-
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {options.device} was asked for; torch sees no GPU", hint="--device cpu")
@@ -61,16 +58,15 @@ def main(arguments: Sequence[str]) -> int:
     bench = Bench(GraphClock(device, options.num_replays), Ceilings(options.bandwidth_tb * 1e12))
     shapes = [shape for shape in SHAPES if shape.name in options.shapes] if bench.is_real else [TINY]
     sweep = _Sweep(bench, options.seconds)
-    with mock.patch.object(skinny_product, "_LARGEST_DEPENDENT_BYTES", int(options.dependent_mb * 1e6)):
-        for shape, num_rows in itertools.product(shapes, options.rows):
-            if options.ahead_kb:
-                for ahead_kb in [None, *options.ahead_kb]:
-                    label = f"{shape.name}, {num_rows} rows, chain, {ahead_kb} KB ahead"
-                    sweep.attempt(label, partial(_chain_row, bench, shape, num_rows, ahead_kb))
-            elif options.tune:
-                _tune(sweep, shape, num_rows, options)
-            else:
-                _measure(sweep, shape, num_rows, options)
+    for shape, num_rows in itertools.product(shapes, options.rows):
+        if options.ahead_kb:
+            for ahead_kb in [None, *options.ahead_kb]:
+                label = f"{shape.name}, {num_rows} rows, chain, {ahead_kb} KB ahead"
+                sweep.attempt(label, partial(_chain_row, bench, shape, num_rows, ahead_kb))
+        elif options.tune:
+            _tune(sweep, shape, num_rows, options)
+        else:
+            _measure(sweep, shape, num_rows, options)
     print(text_table(sweep.rows), flush=True)
     for text in sweep.failed:
         say(f"not measured: {text}")
@@ -92,9 +88,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--ahead-kb", type=int, nargs="+", help="time chains whose launches begin early and ask for so much of a weight"
     )
     parser.add_argument("--processes", type=positive, default=12, help="that compile cuts to be tried; default 12")
-    parser.add_argument(
-        "--dependent-mb", type=float, default=1e6, help="largest weight of a launch that begins early; default any"
-    )
     parser.add_argument("--seconds", type=float, default=80.0, help="for everything; default 80")
     parser.add_argument("--num-replays", type=positive, default=15, help="of each graph; default 15")
     parser.add_argument("--bandwidth-tb", type=float, default=4.3, help="for the floor, TB/s; default 4.3")
@@ -242,15 +235,13 @@ def _tune(sweep: _Sweep, shape: Shape, num_rows: int, options: argparse.Namespac
         _tune_operation(sweep, shape, num_rows, name, [tile for kind, tile in cuts if kind == name])
 
 
-def _compile(job: tuple[Shape, int, float, list[tuple[str, Tile]]]) -> None:
+def _compile(job: tuple[Shape, int, list[tuple[str, Tile]]]) -> None:
     import torch
     from benchmarks.gpu_layer_cases import fused, make_inputs, make_layer
 
-    from paceline.ops import skinny_product
     from paceline.ops.dispatch import allow_dependent_launch
 
-    shape, num_rows, dependent_mb, cuts = job
-    skinny_product._LARGEST_DEPENDENT_BYTES = int(dependent_mb * 1e6)  # type: ignore[misc]
+    shape, num_rows, cuts = job
     device = torch.device("cuda")
     layer, inputs = make_layer(shape, device), make_inputs(shape, num_rows, device)
     allow_dependent_launch(True)

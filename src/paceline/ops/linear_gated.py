@@ -64,15 +64,13 @@ def _linear_gated_kernel(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    HELD: tl.constexpr,
-    LINES: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ) -> None:
     output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
     existing = tl.minimum(output, NUM_OUTPUTS - 1)
-    held, other_held = begin_run(
-        weight_ptr, existing, existing + NUM_OUTPUTS, WIDTH, PART, BLOCK, True, HELD, LINES, IS_DEPENDENT
-    )
+    begin_run(weight_ptr, existing, existing + NUM_OUTPUTS, WIDTH, PART, True, CHUNKS, CHUNK, IS_DEPENDENT)
     is_output = output < NUM_OUTPUTS
     gate_bias = tl.load(bias_ptr + output, mask=is_output & HAS_BIAS, other=0.0)
     up_bias = tl.load(bias_ptr + NUM_OUTPUTS + output, mask=is_output & HAS_BIAS, other=0.0)
@@ -84,8 +82,6 @@ def _linear_gated_kernel(
         counter_ptr,
         existing,
         existing + NUM_OUTPUTS,
-        held,
-        other_held,
         num_rows,
         WIDTH,
         PART,
@@ -94,7 +90,6 @@ def _linear_gated_kernel(
         OUTPUTS,
         BLOCK,
         True,
-        HELD,
     )
     if HAS_SQUARES:
         factor = norm_factor(squares, eps, WIDTH)
@@ -142,7 +137,7 @@ def linear_gated_triton(
             SQUARES=triton.next_power_of_2(max(1, num_squares)),
             HAS_SQUARES=num_squares > 0,
             HAS_BIAS=bias_X is not None,
-            **launch_options(tile, x_TD, weight_XD, num_halves=2),
+            **launch_options(tile, x_TD, num_halves=2),
         )
     return y_TI
 

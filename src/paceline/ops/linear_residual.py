@@ -79,14 +79,14 @@ def _linear_residual_kernel(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    HELD: tl.constexpr,
-    LINES: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ) -> None:
     output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
     existing = tl.minimum(output, NUM_OUTPUTS - 1)
     is_output = output < NUM_OUTPUTS
-    held, other_held = begin_run(weight_ptr, existing, existing, WIDTH, PART, BLOCK, False, HELD, LINES, IS_DEPENDENT)
+    begin_run(weight_ptr, existing, existing, WIDTH, PART, False, CHUNKS, CHUNK, IS_DEPENDENT)
     row = tl.arange(0, ROWS)
     is_cell = (row < num_rows)[:, None] & is_output[None, :]
     cell = row.to(tl.int64)[:, None] * NUM_OUTPUTS + output[None, :]
@@ -101,8 +101,6 @@ def _linear_residual_kernel(
         counter_ptr,
         existing,
         existing,
-        held,
-        other_held,
         num_rows,
         WIDTH,
         PART,
@@ -111,7 +109,6 @@ def _linear_residual_kernel(
         OUTPUTS,
         BLOCK,
         False,
-        HELD,
     )
     if HAS_SQUARES:
         sums *= norm_factor(squares, eps, WIDTH)
@@ -173,7 +170,7 @@ def linear_residual_triton(
             HAS_BIAS=bias_O is not None,
             HAS_RESIDUAL=residual_TO is not None,
             HAS_GAIN=gain_O is not None,
-            **launch_options(tile, x_TI, weight_OI),
+            **launch_options(tile, x_TI),
         )
     return y_TO if gain_O is None else ScaledRows(y_TO, scaled_TO, next_squares_TS)
 

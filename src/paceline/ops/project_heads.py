@@ -141,8 +141,8 @@ def _project_heads_kernel(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    HELD: tl.constexpr,
-    LINES: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ) -> None:
     PAIRS: tl.constexpr = HEAD_SIZE // 2
@@ -162,7 +162,7 @@ def _project_heads_kernel(
         other_channel = tl.where(is_turned, 2 * pair + 1, pair + PAIRS)
     output = (head * HEAD_SIZE + channel).to(tl.int64)
     other_output = (head * HEAD_SIZE + other_channel).to(tl.int64)
-    held, other_held = begin_run(weight_ptr, output, other_output, WIDTH, PART, BLOCK, True, HELD, LINES, IS_DEPENDENT)
+    begin_run(weight_ptr, output, other_output, WIDTH, PART, True, CHUNKS, CHUNK, IS_DEPENDENT)
     row = tl.arange(0, ROWS)
     is_row = row < num_rows
     dtype = q_ptr.dtype.element_ty
@@ -185,8 +185,6 @@ def _project_heads_kernel(
         counter_ptr,
         output,
         other_output,
-        held,
-        other_held,
         num_rows,
         WIDTH,
         PART,
@@ -195,7 +193,6 @@ def _project_heads_kernel(
         OUTPUTS,
         BLOCK,
         True,
-        HELD,
     )
     is_cell = is_row[:, None] & is_pair[None, :] & is_last
     if HAS_SQUARES:
@@ -286,7 +283,7 @@ def project_heads_triton(
             IS_NEOX=form.is_neox_style,
             HAS_BIAS=bias_X is not None,
             HAS_QK_NORM=qk_gains is not None,
-            **launch_options(tile, x_TD, weight_XD, num_halves=2),
+            **launch_options(tile, x_TD, num_halves=2),
         )
     return q_TNH
 

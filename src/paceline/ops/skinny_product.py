@@ -6,10 +6,9 @@ happens in the same launch. Nothing is computed on the way from memory to the ma
 therefore prepared by whoever writes the rows (`ScaledRows`): they come multiplied with its gain, and with their squares
 summed, and the norm's row factor f multiplies the sums: x * f * gain @ W^T = f * ((x * gain) @ W^T).
 
-Where a program's part of the weight is small, it reads all of it before it waits for the launch ahead, and its warps
-divide the inputs among them. Where there are too few runs of outputs to fill the multiprocessors, several programs
-share one: each leaves its part of the sums in a workspace, and whoever arrives last adds them in the order of the
-parts, so that results do not depend on who that is. T rows, I in, O out, S partial sums of squares.
+Where there are too few runs of outputs to fill the multiprocessors, several programs share one: each leaves its part of
+the sums in a workspace, and whoever arrives last adds them in the order of the parts, so that results do not depend on
+who that is. T rows, I in, O out, S partial sums of squares.
 """
 
 from __future__ import annotations
@@ -28,11 +27,9 @@ _NUM_PROCESSORS: Final = 132
 _FEW_PROGRAMS: Final = 96  # from here on, tiles in flight make up for processors that have no program
 _SMALLEST_BLOCK: Final = 64
 _SHARED_BYTES: Final = 108_000  # of a multiprocessor, for tiles in flight: half, so that the next launch finds room
-_LINE_BYTES: Final = 128
-_HELD_WARPS: Final = 8  # among which the inputs of a held weight are divided
-_LARGEST_DEPENDENT_BYTES: Final = 8_000_000  # of a weight; while a larger one is read, a launch behind is in the way
-_MOST_HOLDING: Final = 2 * _NUM_PROCESSORS  # programs, so that all are there before the launch ahead has ended
-_HELD_BYTES: Final = 200_000  # of shared memory, for a held part of a weight and the rows
+_DEPENDENT_ROWS: Final = 16  # with more, launches that begin early were slower (measured at 32 and 64)
+_SMALL_BYTES: Final = 8_000_000  # of a weight that is asked for while the launch ahead still runs
+_AHEAD_BYTES: Final = 98_304  # of it, by a program
 
 
 class Tile(NamedTuple):
@@ -44,9 +41,7 @@ class Tile(NamedTuple):
         parts: programs that share a run of outputs.
         warps: per program.
         stages: tiles of the loop in flight.
-        ahead: bytes of the weight that a program asks for while the launch ahead still runs.
-        is_held: whether a program reads its whole part of the weight before it waits for the launch ahead, without a
-            loop; then each warp takes one block of inputs.
+        ahead: bytes of the weight that a program asks for while the launch ahead still runs, at most.
     """
 
     outputs: int
@@ -55,7 +50,6 @@ class Tile(NamedTuple):
     warps: int = 4
     stages: int = 4
     ahead: int = 0
-    is_held: bool = False
 
 
 class ScaledRows(NamedTuple):
@@ -72,8 +66,11 @@ class ScaledRows(NamedTuple):
     squares_TS: Tensor
 
 
-# Measured in chains of layers of the 8B shape with 16 rows (`benchmarks/gpu_layers --tune`): by outputs and inputs.
+# Measured in chains of layers (`benchmarks/gpu_layers --tune`), by outputs and inputs: the 135M shape with 1 row, the
+# 8B shape with 16.
 _MEASURED: Final = {
+    (960, 576): Tile(64, 64, 4, 4, 3, _AHEAD_BYTES),
+    (576, 576): Tile(16, 128, 1, 4, 5, _AHEAD_BYTES),
     (6144, 4096): Tile(128, 64, 2, 4, 12),
     (4096, 4096): Tile(64, 256, 4, 4, 3),
     (24576, 4096): Tile(64, 128, 1, 4, 4),
@@ -94,10 +91,6 @@ def choose_tile(num_rows: int, num_outputs: int, width: int, *, least_outputs: i
     if measured is not None and padded_rows(num_rows) == 16 and measured.outputs >= least_outputs:
         return measured
     outputs = least_outputs
-    held = held_tile(outputs, width)
-    held_bytes = 2 * held.block * held.warps * (outputs + padded_rows(num_rows))
-    if held_bytes <= _HELD_BYTES and num_outputs <= outputs * _MOST_HOLDING:
-        return held
     while outputs < 64 and num_outputs // (2 * outputs) >= _FEW_PROGRAMS:
         outputs *= 2
     # A block that divides the width needs no masks.
@@ -113,12 +106,8 @@ def choose_tile(num_rows: int, num_outputs: int, width: int, *, least_outputs: i
     resident = min(4, triton.cdiv(num_runs * parts, _NUM_PROCESSORS))
     bytes_per_stage = 2 * block * (outputs + padded_rows(num_rows))
     stages = max(3, min(9, triton.cdiv(turns, parts), 1 + _SHARED_BYTES // resident // bytes_per_stage))
-    return Tile(outputs, block, parts, 4, stages)
-
-
-def held_tile(outputs: int, width: int, warps: int = _HELD_WARPS) -> Tile:
-    """A cut whose programs hold their part of the weight whole."""
-    return Tile(outputs, max(16, triton.next_power_of_2(triton.cdiv(width, warps))), 1, warps, 1, 0, True)
+    ahead = _AHEAD_BYTES if 2 * num_outputs * width <= _SMALL_BYTES else 0
+    return Tile(outputs, block, parts, 4, stages, ahead)
 
 
 def padded_rows(num_rows: int) -> int:
@@ -145,25 +134,20 @@ def _new_floats(size: int, device: torch.device) -> Tensor:
     return torch.empty(size, dtype=torch.float32, device=device)
 
 
-def launch_options(tile: Tile, x_TI: Tensor, weight_OI: Tensor, *, num_halves: int = 1) -> dict[str, Any]:
+def launch_options(tile: Tile, x_TI: Tensor, *, num_halves: int = 1) -> dict[str, Any]:
     """What every kernel around `product_of_run` is launched with.
 
     Args:
         tile: how the product is cut.
         x_TI: the rows.
-        weight_OI: the weight.
         num_halves: 2 for a pair of runs.
     """
     num_rows, width = x_TI.shape
     outputs = tile.outputs // num_halves
-    if tile.is_held:
-        part = triton.cdiv(triton.cdiv(width, tile.warps), 8) * 8  # begins at a multiple of 16 bytes
-        assert tile.parts == 1 and part <= tile.block, "a held weight is divided among warps alone"
-    else:
-        part = triton.cdiv(triton.cdiv(width, tile.block), tile.parts) * tile.block
-    per_row = min(tile.ahead // tile.outputs, part * x_TI.element_size()) // _LINE_BYTES
-    num_bytes = weight_OI.numel() * weight_OI.element_size()
-    is_dependent = num_bytes <= _LARGEST_DEPENDENT_BYTES and dependent_launch()
+    part = triton.cdiv(triton.cdiv(width, tile.block), tile.parts) * tile.block
+    chunks = max(1, 32 * tile.warps // outputs)  # so that each thread asks for another piece
+    per_row = min(part, width, tile.ahead // (x_TI.element_size() * tile.outputs))
+    is_dependent = num_rows <= _DEPENDENT_ROWS and dependent_launch()
     return {
         "WIDTH": width,
         "PART": part,
@@ -171,8 +155,8 @@ def launch_options(tile: Tile, x_TI: Tensor, weight_OI: Tensor, *, num_halves: i
         "ROWS": padded_rows(num_rows),
         "OUTPUTS": outputs,
         "BLOCK": tile.block,
-        "HELD": tile.warps if tile.is_held else 0,
-        "LINES": 1 << per_row.bit_length() - 1 if per_row else 0,
+        "CHUNKS": chunks,
+        "CHUNK": per_row // chunks // 8 * 8 if width % 8 == 0 else 0,  # in steps of 16 bytes
         "IS_DEPENDENT": is_dependent,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
@@ -220,29 +204,20 @@ def multiply_reference(x_TI: Tensor, weight_OI: Tensor, squares_TS: Tensor | Non
 
 
 @kernel
-def _prefetch(weight_ptr: tl.tensor, output: tl.tensor, WIDTH: tl.constexpr, LINES: tl.constexpr) -> None:
+def _prefetch(
+    weight_ptr: tl.tensor, output: tl.tensor, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr
+) -> None:
     # Asks for the beginning of weight rows in the L2 cache; nothing is waited for.
-    INPUTS: tl.constexpr = 128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    address = (weight_ptr + output[:, None] * WIDTH + (tl.arange(0, LINES) * INPUTS)[None, :]).to(tl.int64)
+    NUM_BYTES: tl.constexpr = CHUNK * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    address = (weight_ptr + output[:, None] * WIDTH + (tl.arange(0, CHUNKS) * CHUNK)[None, :]).to(tl.int64)
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [address, tl.full(address.shape, NUM_BYTES, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
     )
-
-
-@kernel
-def _hold(
-    weight_ptr: tl.tensor,
-    output: tl.tensor,
-    WIDTH: tl.constexpr,
-    PART: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HELD: tl.constexpr,
-) -> tl.tensor:
-    # [HELD, BLOCK, OUTPUTS], for each warp its inputs.
-    within = tl.arange(0, BLOCK)[None, :, None]
-    start = (tl.arange(0, HELD) * PART)[:, None, None]
-    is_input = (within < PART) & (start + within < WIDTH)
-    return tl.load(weight_ptr + output[None, None, :] * WIDTH + start + within, mask=is_input, other=0.0)
 
 
 @kernel
@@ -252,13 +227,12 @@ def begin_run(
     other_output: tl.tensor,
     WIDTH: tl.constexpr,
     PART: tl.constexpr,
-    BLOCK: tl.constexpr,
     IS_PAIR: tl.constexpr,
-    HELD: tl.constexpr,
-    LINES: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
-) -> tl.tensor:
-    """Wait for the launch ahead, where this one may begin before that has ended; the weight is read meanwhile.
+) -> None:
+    """Wait for the launch ahead, where this one may begin before that has ended; the weight is asked for meanwhile.
 
     The weight is constant. All else may be an earlier launch's to write, or to read, until the wait is over. So the
     launch behind may begin at once; it cannot get before what the pass began with, which lets nobody begin before its
@@ -270,32 +244,20 @@ def begin_run(
         output: int64 [OUTPUTS], rows of the weight.
         other_output: as many more, for a pair.
         WIDTH: I.
-        PART: inputs per part, or per warp.
-        BLOCK: of the tile.
+        PART: inputs per part.
         IS_PAIR: whether there are two runs.
-        HELD: warps among which the inputs are divided, or 0 where the weight is not held whole.
-        LINES: lines of the cache that are asked for in each weight row; not used where it is held.
+        CHUNKS: pieces of each weight row that are asked for.
+        CHUNK: inputs of a piece.
         IS_DEPENDENT: see above.
-    Returns:
-        What is held of both runs, for `product_of_run`.
     """
     if IS_DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
-    if HELD > 0:
-        held = _hold(weight_ptr, output, WIDTH, PART, BLOCK, HELD)
-        other_held = held
-        if IS_PAIR:
-            other_held = _hold(weight_ptr, other_output, WIDTH, PART, BLOCK, HELD)
-    else:
-        held, other_held = 0, 0
-        if IS_DEPENDENT and LINES > 0:
-            first = tl.program_id(1) * PART
-            _prefetch(weight_ptr + first, output, WIDTH, LINES)
+        if CHUNK > 0:
+            first = tl.minimum(tl.program_id(1) * PART, WIDTH - CHUNKS * CHUNK)
+            _prefetch(weight_ptr + first, output, WIDTH, CHUNKS, CHUNK)
             if IS_PAIR:
-                _prefetch(weight_ptr + first, other_output, WIDTH, LINES)
-    if IS_DEPENDENT:
+                _prefetch(weight_ptr + first, other_output, WIDTH, CHUNKS, CHUNK)
         tl.extra.cuda.gdc_wait()
-    return held, other_held
 
 
 @kernel
@@ -326,8 +288,6 @@ def product_of_run(
     counter_ptr: tl.tensor,
     output: tl.tensor,
     other_output: tl.tensor,
-    held: tl.tensor,
-    other_held: tl.tensor,
     num_rows: tl.tensor,
     WIDTH: tl.constexpr,
     PART: tl.constexpr,
@@ -336,7 +296,6 @@ def product_of_run(
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
     IS_PAIR: tl.constexpr,
-    HELD: tl.constexpr,
 ) -> tl.tensor:
     """Sums of two runs of outputs, in a grid of (runs, parts), after `begin_run`.
 
@@ -347,8 +306,6 @@ def product_of_run(
         counter_ptr: from `new_counters`.
         output: int64 [OUTPUTS], rows of the weight, all of which exist.
         other_output: as many more, read for a pair.
-        held: from `begin_run`.
-        other_held: from `begin_run`.
         num_rows: at most ROWS.
         WIDTH: I.
         PART: inputs per part, whole blocks; those of the last parts may lie past the end.
@@ -357,47 +314,35 @@ def product_of_run(
         OUTPUTS: see PARTS.
         BLOCK: see PARTS.
         IS_PAIR: whether there are two runs.
-        HELD: as for `begin_run`.
     Returns:
         Both sums, [ROWS, OUTPUTS], the second zeros without a pair; and whether this is the program that has them.
         Others have a part of the sums, and write nothing.
     """
     run, part = tl.program_id(0), tl.program_id(1)
-    row = tl.arange(0, ROWS)
+    first = part * PART
+    row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    is_row = (row < num_rows)[:, None]
     sums = tl.zeros([ROWS, OUTPUTS], dtype=tl.float32)
     other_sums = tl.zeros([ROWS, OUTPUTS], dtype=tl.float32)
-    if HELD > 0:
-        within = tl.arange(0, BLOCK)[None, None, :]
-        start = (tl.arange(0, HELD) * PART)[:, None, None]
-        is_cell = (row < num_rows)[None, :, None] & (within < PART) & (start + within < WIDTH)
-        x_at = x_ptr + row.to(tl.int64)[None, :, None] * WIDTH + start + within
-        x = tl.load(x_at, mask=is_cell, other=0.0)
-        sums = tl.sum(tl.dot(x, held, input_precision="ieee"), axis=0)
+    x_at = x_ptr + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    weight_at = weight_ptr + output[None, :] * WIDTH + column[:, None]
+    other_at = weight_ptr + other_output[None, :] * WIDTH + column[:, None]
+    for done in range(0, PART, BLOCK):
+        start = first + done
+        if WIDTH == PART * PARTS:
+            x = tl.load(x_at + start, mask=is_row, other=0.0)
+            weight = tl.load(weight_at + start)
+        else:
+            is_input = start + column < WIDTH
+            x = tl.load(x_at + start, mask=is_row & is_input[None, :], other=0.0)
+            weight = tl.load(weight_at + start, mask=is_input[:, None], other=0.0)
+        sums = tl.dot(x, weight, sums, input_precision="ieee")
         if IS_PAIR:
-            other_sums = tl.sum(tl.dot(x, other_held, input_precision="ieee"), axis=0)
-    else:
-        first = part * PART
-        column = tl.arange(0, BLOCK)
-        is_row = (row < num_rows)[:, None]
-        x_at = x_ptr + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
-        weight_at = weight_ptr + output[None, :] * WIDTH + column[:, None]
-        other_at = weight_ptr + other_output[None, :] * WIDTH + column[:, None]
-        for done in range(0, PART, BLOCK):
-            start = first + done
             if WIDTH == PART * PARTS:
-                x = tl.load(x_at + start, mask=is_row, other=0.0)
-                weight = tl.load(weight_at + start)
+                other_weight = tl.load(other_at + start)
             else:
-                is_input = start + column < WIDTH
-                x = tl.load(x_at + start, mask=is_row & is_input[None, :], other=0.0)
-                weight = tl.load(weight_at + start, mask=is_input[:, None], other=0.0)
-            sums = tl.dot(x, weight, sums, input_precision="ieee")
-            if IS_PAIR:
-                if WIDTH == PART * PARTS:
-                    other_weight = tl.load(other_at + start)
-                else:
-                    other_weight = tl.load(other_at + start, mask=(start + column < WIDTH)[:, None], other=0.0)
-                other_sums = tl.dot(x, other_weight, other_sums, input_precision="ieee")
+                other_weight = tl.load(other_at + start, mask=(start + column < WIDTH)[:, None], other=0.0)
+            other_sums = tl.dot(x, other_weight, other_sums, input_precision="ieee")
     is_last = True
     if PARTS > 1:
         SIZE: tl.constexpr = ROWS * OUTPUTS

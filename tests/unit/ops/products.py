@@ -5,19 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.ops.skinny_product import Tile, held_tile
+from paceline.ops.skinny_product import Tile
 
 DTYPES = [torch.float32, torch.bfloat16]
-# Rows and cuts: one part and several, parts without inputs, blocks that do and do not divide the width, held weights.
+# Rows and cuts: one part and several, parts without inputs, blocks that do and do not divide the width.
 CUTS = [
     (1, Tile(32, 16)),
     (3, Tile(32, 32, 2)),
     (16, Tile(32, 16, 5)),
     (17, Tile(32, 16, 8)),
     (64, Tile(64, 32, 3)),
-    (1, held_tile(32, 64)),
-    (3, held_tile(32, 72, 4)),
-    (17, held_tile(64, 64, 2)),
 ]
 
 

@@ -13,7 +13,6 @@ from paceline.ops.skinny_product import (
     Tile,
     check_product,
     choose_tile,
-    held_tile,
     launch_options,
     multiply_reference,
     new_counters,
@@ -30,38 +29,33 @@ def test_a_cut_fits_a_multiprocessor_and_covers_every_input(num_rows: int, num_o
     for least in (16, 32, 128):
         tile = choose_tile(num_rows, num_outputs, width, least_outputs=least)
         assert tile.outputs >= least
-        x, weight = (torch.empty(size, width, dtype=torch.bfloat16) for size in (num_rows, 1))
-        options = launch_options(tile, x, weight)
-        if tile.is_held:
-            assert options["PART"] * tile.warps >= width and options["PART"] <= tile.block
-            assert 2 * tile.block * tile.warps * (tile.outputs + padded_rows(num_rows)) < 227 * 1024
-            continue
+        options = launch_options(tile, torch.empty(num_rows, width, dtype=torch.bfloat16))
         assert options["PART"] * tile.parts >= width and options["PART"] % tile.block == 0
         assert tile.stages * 2 * tile.block * (tile.outputs + padded_rows(num_rows)) < 227 * 1024
         assert -(-num_outputs // tile.outputs) <= NUM_COUNTERS or tile.parts == 1
 
 
-def test_what_is_asked_for_early_lies_in_the_part() -> None:
-    x = torch.empty(1, 4096, dtype=torch.bfloat16)
-    for ahead, lines in ((0, 0), (32 * 128, 1), (32 * 128 * 7, 4), (10**6, 16)):
-        assert launch_options(Tile(32, 64, 4, ahead=ahead), x, x)["LINES"] == lines
-    assert 16 * 128 == 4096 // 4 * 2, "never more than a part of a row"
+def test_what_is_asked_for_early_lies_in_the_row() -> None:
+    for width, parts in ((576, 1), (4096, 3), (100, 1), (72, 8)):
+        tile = Tile(32, 64, parts, ahead=20_000)
+        options = launch_options(tile, torch.empty(1, width, dtype=torch.bfloat16))
+        chunk, ahead = options["CHUNK"], options["CHUNKS"] * options["CHUNK"]
+        assert chunk % 8 == 0 and ahead <= width and 2 * 32 * ahead <= 20_000
+        assert options["CHUNKS"] * tile.outputs == 32 * tile.warps
+        assert chunk == 0 if width % 8 else chunk > 0
 
 
-def test_warps_that_hold_a_weight_divide_its_inputs() -> None:
-    for width, block, part in ((576, 128, 72), (1536, 256, 192), (40, 16, 8)):
-        tile = held_tile(32, width)
-        assert tile.block == block
-        x = torch.empty(1, width, dtype=torch.bfloat16)
-        assert launch_options(tile, x, x)["PART"] == part
+def test_small_weights_alone_are_asked_for_early() -> None:
+    for num_outputs, width in SHAPES:
+        assert (choose_tile(1, num_outputs, width).ahead > 0) is (width < 4096)
 
 
-def test_launches_that_read_much_begin_behind_the_one_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skinny_product, "dependent_launch", lambda: True)
-    for num_outputs, is_dependent in ((960, True), (24576, False)):
-        x, weight = (torch.empty(size, 576, dtype=torch.bfloat16) for size in (1, num_outputs))
-        options = launch_options(Tile(32, 64), x, weight)
-        assert options["IS_DEPENDENT"] is options.get("launch_pdl", False) is is_dependent
+def test_launches_of_few_rows_begin_early_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_allowed in (True, False):
+        monkeypatch.setattr(skinny_product, "dependent_launch", lambda is_allowed=is_allowed: is_allowed)
+        for num_rows in (16, 17):
+            options = launch_options(Tile(32, 64), torch.empty(num_rows, 64))
+            assert options["IS_DEPENDENT"] is options.get("launch_pdl", False) is (is_allowed and num_rows == 16)
 
 
 def test_a_workspace_holds_the_sums_of_every_part() -> None:
