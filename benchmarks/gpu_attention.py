@@ -260,7 +260,7 @@ def _variants(size: Size, chosen: Launch, inputs: Inputs, sweep: str) -> Iterato
     yield chosen, parts
     if sweep == "parts":
         yield from ((chosen, number) for number in (1, 2, 4, 8, 16, 32) if number != parts)
-        yield from ((replace(chosen, least_turns=turns), 32) for turns in (1, 4, 8))
+        yield from ((replace(chosen, least_turns=turns, alone_turns=2 * turns), 32) for turns in (1, 2, 4, 8))
     elif sweep == "keys":
         for queries, keys, warps, stages in _LAUNCHES:
             launch = replace(chosen, queries=queries, keys=keys, warps=warps, stages=stages)

@@ -26,7 +26,9 @@ from paceline.ops.skinny_product import ScaledRows, Tile
 _EPS = 1e-5
 _TILES = (Tile(32, 32, 1), Tile(32, 32, 3))
 
-_SMALL = Launch(queries=16, keys=16, warps=4, stages=2, least_turns=1)  # so that short contexts are shared
+_SMALL = Launch(
+    queries=16, keys=16, warps=4, stages=2, least_turns=1, alone_turns=1
+)  # so that short contexts are shared
 
 
 def layer_cases(device: torch.device) -> Iterator[Case]:

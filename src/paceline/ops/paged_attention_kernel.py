@@ -23,15 +23,14 @@ from paceline.ops.dispatch import dependent_launch, kernel, tl, triton
 _FEWEST = 16  # the smallest side of a matrix product on tensor cores
 _MOST_QUERIES = 128  # packed rows of a tile
 _MOST_SUMS = 128 * 128  # of a tile, in registers; a quarter of them where products are not those of tensor cores
-_MOST_FEW = 32  # rows of a tile that leave registers for turns of more keys
 _MULTIPROCESSORS = 132
-_WANTED_PROGRAMS = 256  # two on each, nearly
 _MOST_PARTS = 32
 _MOST_JOINED = 2**17  # sums that the last to arrive reads
 _MOST_KEYS, _TURN_BYTES = 128, 2**14  # of keys in a turn, and as much of values
 _STAGES = 3  # turns on their way: with more, a multiprocessor has shared memory for one program only
 _SHARED_BYTES = 96 * 1024
 _MOST_JOIN_STAGES = 8  # parts whose sums are on their way
+_MOST_EARLY = 1024  # channels of a row: a launch of more, begun early, takes the memory from the one ahead
 _NO_WINDOW = 2**30
 _NUM_COUNTERS = 2**16
 # Arrivals at each tile of a launch, zero between launches. Launches on a device follow each other, on one stream.
@@ -47,15 +46,18 @@ class Launch:
         keys: of a turn.
         warps: of a program.
         stages: turns whose keys and values are on their way.
-        least_turns: of a part: fewer take less time than to hand over sums. Contexts of up to twice as many are not
-            shared.
+        least_turns: of a part.
+        alone_turns: contexts of up to so many are not shared: handing sums over takes longer.
+        wanted: programs that fill the GPU.
     """
 
     queries: int
     keys: int
     warps: int
     stages: int
-    least_turns: int = 2
+    least_turns: int = 1
+    alone_turns: int = 3
+    wanted: int = 256
 
 
 @kernel
@@ -79,6 +81,7 @@ def _paged_attention_kernel(
     q_head_stride: tl.tensor,
     window: tl.tensor,
     least_turns: tl.tensor,
+    alone_turns: tl.tensor,
     scale: tl.tensor,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -116,7 +119,7 @@ def _paged_attention_kernel(
     key, num_turns, num_active = lowest + tl.arange(0, KEYS), tl.cdiv(end - lowest, KEYS), 1
     if IS_SHARED:
         turns_per_part = num_turns
-        if num_turns > 2 * least_turns:
+        if num_turns > alone_turns:
             turns_per_part = tl.maximum(tl.cdiv(num_turns, tl.num_programs(2)), least_turns)
         num_active = tl.cdiv(num_turns, turns_per_part)
         if part >= num_active:
@@ -284,7 +287,7 @@ def paged_attention_triton(
         assert num_tiled <= _NUM_COUNTERS, "so many tiles fill any GPU without sharing contexts"
         sums = _room_for_sums(num_tiled * num_parts * launch.queries * (H + 2), device)
         counters = _counters_of(device)
-    is_early = dependent_launch()
+    is_early = dependent_launch() and N * H <= _MOST_EARLY and num_tiled <= _MULTIPROCESSORS
     with torch.cuda.device_of(q_BTNH):
         _paged_attention_kernel[num_tiles, B * num_kv_heads, num_parts](
             q_BTNH,
@@ -304,6 +307,7 @@ def paged_attention_triton(
             *q_BTNH.stride()[:3],
             _NO_WINDOW if window is None else min(window, _NO_WINDOW),
             launch.least_turns,
+            launch.alone_turns,
             scale * math.log2(math.e),
             KV_HEADS=num_kv_heads,
             GROUP=group,
@@ -353,15 +357,19 @@ def choose_launch(num_query_rows: int, num_heads: int, head_size: int, dtype: to
     most_sums = _MOST_SUMS if dtype.itemsize < 4 else _MOST_SUMS // 4
     fitting = min(_MOST_QUERIES, max(_FEWEST, most_sums // channels))
     largest = min(fitting, max(_FEWEST, int(triton.next_power_of_2(num_query_rows))))
-    queries = _FEWEST
-    while queries < largest and num_heads * triton.cdiv(num_query_rows, queries) > _MULTIPROCESSORS:
-        queries *= 2
+    num_tiled = num_heads * triton.cdiv(num_query_rows, _FEWEST)
+    queries = _FEWEST if num_tiled <= _MULTIPROCESSORS else largest
     of_key = channels * dtype.itemsize
-    if queries <= _MOST_FEW:
-        keys = min(_MOST_KEYS, max(_FEWEST, 2 * _TURN_BYTES // of_key))
-        return Launch(queries, keys, 8, max(2, min(_STAGES, _SHARED_BYTES // (2 * keys * of_key))))
     keys = min(_MOST_KEYS, max(_FEWEST, _TURN_BYTES // of_key))
-    return Launch(queries, keys, 8 if queries > 64 or channels > 128 else 4, _STAGES)
+    if queries > _FEWEST:
+        return Launch(queries, keys, 8 if queries > 64 or channels > 128 else 4, _STAGES, 4, 8, _MULTIPROCESSORS)
+    if keys == _MOST_KEYS:
+        return Launch(queries, keys, 8, _STAGES)
+    if (
+        num_tiled <= _MULTIPROCESSORS // 3
+    ):  # nobody waits for memory: turns of more keys, with nothing on its way behind
+        return Launch(queries, 2 * keys, 8, 2)
+    return Launch(queries, keys, 4, _STAGES, 2, 6)
 
 
 def choose_parts(num_tiled: int, most_keys: int, num_sums: int, launch: Launch) -> int:
@@ -375,11 +383,8 @@ def choose_parts(num_tiled: int, most_keys: int, num_sums: int, launch: Launch) 
     """
     parts = 1
     most = min(_MOST_PARTS, _MOST_JOINED // num_sums)
-    while (
-        2 * parts <= most
-        and num_tiled * parts < _WANTED_PROGRAMS
-        and most_keys >= 2 * parts * launch.least_turns * launch.keys
-    ):
+    alone = launch.alone_turns * launch.keys
+    while 2 * parts <= most and num_tiled * parts < launch.wanted and most_keys > parts * alone:
         parts *= 2
     return parts
 

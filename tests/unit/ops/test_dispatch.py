@@ -283,7 +283,8 @@ for queries, is_shared, has_tail in ((16, True, False), (64, True, True), (128, 
         | named("sums_ptr sink_ptr", "fp32")
         | named("table_ptr counter_ptr", "i32")
         | named("slot_ptr start_ptr first_ptr", "i64"),
-        named("num_rows num_blocks num_columns q_request_stride q_row_stride q_head_stride window least_turns", "i32")
+        named("num_rows num_blocks num_columns q_request_stride q_row_stride q_head_stride", "i32")
+        | named("window least_turns alone_turns", "i32")
         | named("scale", "fp32"),
         {"KV_HEADS": 3, "GROUP": 3, "HEAD": 64, "CHANNELS": 64, "PAGE": 64, "QUERIES": queries, "KEYS": 128,
          "IS_SHARED": is_shared, "JOIN_STAGES": 4, "FETCHED": 2, "HAS_TAIL": has_tail, "IS_CAUSAL": False,

@@ -19,7 +19,7 @@ from paceline.ops import paged_attention_kernel as kernels
 from paceline.ops.paged_attention import paged_attention_reference
 from paceline.ops.paged_attention_kernel import Launch, choose_launch, choose_parts, paged_attention_triton
 
-SMALL = Launch(queries=16, keys=16, warps=4, stages=2, least_turns=1)
+SMALL = Launch(queries=16, keys=16, warps=4, stages=2, least_turns=1, alone_turns=1)
 
 
 @pytest.fixture(autouse=True)
@@ -47,9 +47,9 @@ def check(
     expected = case.expected()[: len(starts)]
     dtype = case.q_BTNH.dtype
     tolerance = 2e-6 if dtype == torch.float32 else 2**-8
-    first, second = (
-        run(*case.arguments(device), num_parts=num_parts, launch=launch).cpu()[: len(starts)] for _ in range(2)
-    )
+    # Both at the same time in memory: else the second may find the first's numbers where it writes none.
+    both = [run(*case.arguments(device), num_parts=num_parts, launch=launch) for _ in range(2)]
+    first, second = (each.cpu()[: len(starts)] for each in both)
     assert first.dtype == dtype and first.is_contiguous()
     torch.testing.assert_close(first.double(), expected, rtol=tolerance, atol=tolerance)
     assert torch.equal(first, second)
@@ -87,7 +87,7 @@ def test_rows_of_padding_disturb_nobody(kernel_device: torch.device, num_parts: 
 @pytest.mark.parametrize("block_size", [16, 32, 64])
 def test_a_turn_and_a_block_need_not_be_alike(kernel_device: torch.device, block_size: int) -> None:
     for keys in (16, 64):
-        launch = Launch(queries=32, keys=keys, warps=4, stages=2, least_turns=1)
+        launch = Launch(queries=32, keys=keys, warps=4, stages=2, least_turns=1, alone_turns=1)
         check(kernel_device, [130, 63], 7, 2, launch=launch, block_size=block_size, window=40)
         check(kernel_device, [130, 63], 7, 2, launch=launch, block_size=block_size, has_tail=True)
 
@@ -141,18 +141,21 @@ def test_blocks_of_other_sizes_are_refused() -> None:
 
 def test_a_launch_follows_from_shapes() -> None:
     bf16 = torch.bfloat16
-    assert choose_launch(3, 3, 64, bf16) == Launch(16, 128, 8, 3) and choose_launch(4, 8, 128, bf16) == Launch(
-        16, 128, 8, 2
+    assert choose_launch(3, 3, 64, bf16) == choose_launch(48, 3, 64, bf16) == Launch(16, 128, 8, 3)
+    assert choose_launch(4, 8, 128, bf16) == choose_launch(64, 8, 128, bf16) == Launch(16, 128, 8, 2)
+    few, many, long = (
+        choose_launch(4, 256, 128, bf16),
+        choose_launch(48, 96, 64, bf16),
+        choose_launch(4096, 8, 128, bf16),
     )
-    assert choose_launch(48, 3, 64, bf16).queries == 16, "few requests: programs for every 16 rows"
-    assert choose_launch(64, 64, 128, bf16).queries == 32
-    assert choose_launch(48, 96, 64, bf16) == Launch(64, 128, 4, 3), "many: a key is read once"
-    assert choose_launch(4096, 8, 128, bf16) == Launch(128, 64, 8, 3)
+    assert (few.queries, few.keys, few.warps) == (16, 64, 4), "memory is what everybody waits for"
+    assert (many.queries, many.keys, many.warps) == (64, 128, 4), "many requests: a key is read once"
+    assert (long.queries, long.keys, long.warps) == (128, 64, 8)
     assert choose_launch(64, 512, 512, bf16).queries * 512 <= 128 * 128
     alone = choose_launch(3, 3, 64, bf16)
     assert choose_parts(3, 2**15, 3 * 64, alone) == 32, "few programs: as many parts as there may be"
-    assert choose_parts(3, 320, 3 * 64, alone) == 1, "a context too short to be shared"
-    assert choose_parts(96, 2**15, 48 * 64, alone) == 4 and choose_parts(256, 2**15, 64 * 128, alone) == 1
+    assert choose_parts(3, 384, 3 * 64, alone) == 1 and choose_parts(3, 385, 3 * 64, alone) > 1
+    assert choose_parts(96, 2**15, 48 * 64, many) == 2 and choose_parts(256, 2**15, 64 * 128, alone) == 1
     assert choose_parts(8, 2**15, 64 * 128, alone) == 16, "as many sums as one may join"
 
 
