@@ -35,6 +35,7 @@ _WARM_UP_TOKENS = 16
 _MAX_MODEL_LEN, _MAX_NUM_SEQS = 2048, 256
 _SLACK = 1.6  # of the cache, over what the requests of the largest batch hold
 _PAUSE_S = 0.5
+_EXIT_ASKED_TO = 143  # as a shell says it of whom SIGTERM ended
 
 _COMMON: dict[str, Any] = {
     "hidden_act": "silu",
@@ -108,6 +109,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=192)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--start-timeout", type=float, default=420.0, metavar="SECONDS")
+    parser.add_argument("--seconds", type=float, default=1800.0, help="for everything; default 1800")
     parser.add_argument("--only", metavar="NAME", help=argparse.SUPPRESS)  # what a started process is told
     return parser.parse_args(arguments)
 
@@ -123,6 +125,7 @@ def measure_all(options: argparse.Namespace) -> int:
     for old in (*options.out.glob("*.ready"), *options.out.glob("*.failed"), options.out / RESULT):
         old.unlink(missing_ok=True)
     processes: dict[str, subprocess.Popen[bytes]] = {}
+    signal.signal(signal.SIGTERM, lambda *_arguments: sys.exit(_EXIT_ASKED_TO))  # on the way out all are ended
     try:
         for name in names:
             processes[name] = _start(name, options)
@@ -159,14 +162,14 @@ def _start(name: str, options: argparse.Namespace) -> subprocess.Popen[bytes]:
 
 
 def _wait(processes: Mapping[str, subprocess.Popen[bytes]], options: argparse.Namespace) -> None:
-    """Until all have ended; whoever dies or takes too long to start is said to have failed."""
+    """Until all have ended or time is up; whoever dies or takes too long to start is said to have failed."""
     began_s = time.monotonic()
     while True:
         is_over = all(process.poll() is not None for process in processes.values())
         for name, process in processes.items():
             if process.poll() not in (None, 0):
                 say_failed(options.out, name)
-        if is_over:
+        if is_over or time.monotonic() - began_s > options.seconds:
             return
         if time.monotonic() - began_s > options.start_timeout:
             for name in still_starting(options.out, list(processes)):

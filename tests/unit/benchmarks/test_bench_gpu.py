@@ -97,7 +97,7 @@ def test_vllm_comes_last_and_its_times_join_our_rows(
     started: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"shape": "qwen3-8b", "kind": "plain", "batch": batch, "ours_ms": 4.0, "peer_ms": None} for batch in (1, 8)]
-    (tmp_path / "gpu-steps.json").write_text(json.dumps({"name": "gpu-steps", "rows": rows}))
+    (tmp_path / "gpu-steps.json").write_text(json.dumps({"name": "gpu-steps", "machine": "m", "rows": rows}))
     (tmp_path / "vllm").mkdir()
     line = json.dumps({"peer": "vllm 0", "shape": "qwen3-8b", "kind": "plain", "batch": 8, "ms": 6.0})
     (tmp_path / "vllm" / "vllm-steps.jsonl").write_text(f'{line}\n{{"shape": "qw')

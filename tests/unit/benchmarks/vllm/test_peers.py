@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
-from benchmarks.vllm.peers import join_peers, peer_columns, read_peers
+from benchmarks.vllm.peers import join_peers, main, peer_columns, read_peers
 
 
 def test_nothing_measured_says_nothing(tmp_path: Path) -> None:
@@ -18,3 +19,17 @@ def test_a_ratio_needs_both_sides(ours: dict[str, object], ratio: float | None) 
     peers = {("a", "plain", 1): {"peer": "vllm 0", "ms": 3.0}}
     found = peer_columns(peers, {"shape": "a", "kind": "plain", "batch": 1, **ours})
     assert found == {"peer": "vllm 0", "peer_ms": 3.0, "peer_over_ours": ratio}
+
+
+def test_files_are_joined_afterwards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result, lines = tmp_path / "gpu-steps.json", tmp_path / "lines.jsonl"
+    rows = [{"shape": "a", "kind": "plain", "batch": batch, "ours_ms": 2.0} for batch in (1, 8)]
+    result.write_text(json.dumps({"name": "gpu-steps", "machine": "a GPU", "rows": rows}))
+    arguments = [str(result), str(lines), "--fact", "the peer on another"]
+    assert main(arguments) == 1
+    lines.write_text(json.dumps({"peer": "vllm 0", "shape": "a", "kind": "plain", "batch": 1, "ms": 3.0}) + "\n")
+    assert main(arguments) == main(arguments) == 0
+    found = json.loads(result.read_text())
+    assert [row["peer_over_ours"] for row in found["rows"]] == [1.5, None]
+    assert found["machine"] == "a GPU, the peer on another"
+    assert "1 rows of gpu-steps.json" in capsys.readouterr().out

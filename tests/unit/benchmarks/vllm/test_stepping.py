@@ -1,7 +1,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -90,3 +95,32 @@ def test_a_process_that_dies_is_told_and_waited_for_by_nobody(
     text = capsys.readouterr().out
     assert "smollm2-135m.plain FAILED" in text and "measured nothing" in text
     assert (tmp_path / "smollm2-135m.plain.failed").exists(), "nobody waits for it"
+
+
+@pytest.mark.parametrize("seconds", ["0.3", "60"])
+def test_nothing_outlives_the_time_or_a_request_to_end(
+    seconds: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(name: str, options: Any) -> subprocess.Popen[bytes]:
+        (options.out / f"{name}.log").touch()
+        code = "import time; time.sleep(60)"
+        started.append(subprocess.Popen([sys.executable, "-c", code], start_new_session=True))
+        return started[-1]
+
+    monkeypatch.setattr(stepping, "_start", start)
+    monkeypatch.setattr(stepping, "_PAUSE_S", 0.05)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        began_s = time.monotonic()
+        if seconds == "60":
+            threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+            with pytest.raises(SystemExit, match="143"):
+                main(["--out", str(tmp_path), "--seconds", seconds])
+        else:
+            assert main(["--out", str(tmp_path), "--seconds", seconds]) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert len(started) == 4 and all(process.poll() is not None for process in started)
+    assert time.monotonic() - began_s < 10
