@@ -81,10 +81,12 @@ def _finalise_rows_kernel(
     fault = tl.where((has_nan > 0) | (row_best == float("inf")), 1, tl.where(is_finite, 0, 2))
     best_ids = tl.load(best_id_ptr + at, mask=is_tile, other=0)
     best_id = _lowest_id(is_tile & (best == row_best[:, None]), best_ids)
-    noisy = tl.load(noisy_ptr + at, mask=is_tile, other=float("-inf"))
-    row_noisy = tl.max(noisy, axis=1)
-    noisy_ids = tl.load(noisy_id_ptr + at, mask=is_tile, other=0)
-    noisy_id = _lowest_id(is_tile & (noisy == row_noisy[:, None]), noisy_ids)
+    row_noisy, noisy_id = row_best, best_id
+    if not ALL_GREEDY:
+        noisy = tl.load(noisy_ptr + at, mask=is_tile, other=float("-inf"))
+        row_noisy = tl.max(noisy, axis=1)
+        noisy_ids = tl.load(noisy_id_ptr + at, mask=is_tile, other=0)
+        noisy_id = _lowest_id(is_tile & (noisy == row_noisy[:, None]), noisy_ids)
 
     has_draft = row < NUM_ROWS - 1
     draft = tl.load(draft_ptr + request * (NUM_ROWS - 1) + row, mask=has_draft, other=-1)

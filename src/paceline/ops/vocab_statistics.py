@@ -115,31 +115,29 @@ def _vocab_statistics_kernel(
     logits = tl.where(logits == logits, logits, float("-inf"))
     best = tl.max(logits, axis=0)
     best_id = tl.min(tl.where(logits == best, ids, 0x7FFF_FFFF), axis=0)
-    shift = tl.where((best > float("-inf")) & (best < float("inf")), best, 0.0)
-    weights = tl.exp(tl.minimum(logits - shift, 0.0))  # the bound is for rows with +inf, whose sums say nothing
-
-    is_outside = is_inside
-    if index < num_rows - 1:  # the bonus row has no candidates
-        first = (request * (num_rows - 1) + index).to(tl.int64) * NUM_CANDIDATES
-        for c in range(NUM_CANDIDATES):
-            candidate = tl.load(candidate_ptr + first + c)
-            if HAS_LOG_Q:  # with q = 0 it is none
-                candidate = tl.where(tl.load(log_q_ptr + first + c) == float("-inf"), -1, candidate)
-            is_outside &= ids != candidate
-    noisy = tl.where(is_outside, logits, float("-inf"))
-    if (tl.load(temperature_ptr + request) >= GREEDY_BELOW) & (not ALL_GREEDY):
-        position = tl.load(anchor_position_ptr + request) + index
-        noisy += gumbel_of_token(key_state(tl.load(seed_ptr + request), position, 0), ids)
-    noisy_best = tl.max(noisy, axis=0)
-    noisy_id = tl.min(tl.where(noisy == noisy_best, ids, 0x7FFF_FFFF), axis=0)
-
     out = row * tl.num_programs(1) + tile
     tl.store(best_ptr + out, tl.where(has_nan > 0, float("nan"), best))
     tl.store(best_id_ptr + out, best_id)
-    tl.store(mass_ptr + out, tl.sum(weights, axis=0))
-    tl.store(outside_mass_ptr + out, tl.sum(tl.where(is_outside, weights, 0.0), axis=0))
-    tl.store(noisy_ptr + out, noisy_best)
-    tl.store(noisy_id_ptr + out, noisy_id)
+    if not ALL_GREEDY:
+        shift = tl.where((best > float("-inf")) & (best < float("inf")), best, 0.0)
+        weights = tl.exp(tl.minimum(logits - shift, 0.0))  # the bound is for rows with +inf, whose sums say nothing
+        is_outside = is_inside
+        if index < num_rows - 1:  # the bonus row has no candidates
+            first = (request * (num_rows - 1) + index).to(tl.int64) * NUM_CANDIDATES
+            for c in range(NUM_CANDIDATES):
+                candidate = tl.load(candidate_ptr + first + c)
+                if HAS_LOG_Q:  # with q = 0 it is none
+                    candidate = tl.where(tl.load(log_q_ptr + first + c) == float("-inf"), -1, candidate)
+                is_outside &= ids != candidate
+        noisy = tl.where(is_outside, logits, float("-inf"))
+        if tl.load(temperature_ptr + request) >= GREEDY_BELOW:
+            position = tl.load(anchor_position_ptr + request) + index
+            noisy += gumbel_of_token(key_state(tl.load(seed_ptr + request), position, 0), ids)
+        noisy_best = tl.max(noisy, axis=0)
+        tl.store(mass_ptr + out, tl.sum(weights, axis=0))
+        tl.store(outside_mass_ptr + out, tl.sum(tl.where(is_outside, weights, 0.0), axis=0))
+        tl.store(noisy_ptr + out, noisy_best)
+        tl.store(noisy_id_ptr + out, tl.min(tl.where(noisy == noisy_best, ids, 0x7FFF_FFFF), axis=0))
 
 
 def vocab_statistics_triton(
@@ -161,7 +159,8 @@ def vocab_statistics_triton(
         seed_B: int64.
         anchor_position_B: int64; row i draws with the noise of position anchor + i.
         log_q_BKC: float32; candidates with -inf are none. None takes all of them for candidates.
-        all_greedy: every request is greedy, whatever the temperatures say.
+        all_greedy: every request is greedy, whatever the temperatures say; only the best logits and their ids are
+            found, and the other statistics mean nothing.
     """
     num_requests, num_rows, vocab_size = logits_BLV.shape
     num_tiles = triton.cdiv(vocab_size, TILE)
