@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from paceline.models.targets.kimi import KimiTarget
 
@@ -83,3 +84,15 @@ def random_kimi(config: dict[str, Any], dtype: torch.dtype, device: torch.device
                 scale = 2.0 if name.endswith(".proj") else 1.2
                 parameter.copy_(noise if "embed" in name else noise * scale * parameter.shape[-1] ** -0.5)
     return target
+
+
+def published_tensors(target: KimiTarget) -> dict[str, Tensor]:
+    """A target's weights under the names and in the shapes of published files."""
+    from paceline.checkpoint.kimi_names import kimi_slots
+
+    state, tensors = dict(target.named_parameters()), {}
+    for slot in kimi_slots(target.contract):
+        whole, first = state[slot.parameter].detach(), slot.first_row or 0
+        part = whole if slot.first_row is None else whole[first : first + slot.shape[0]]
+        tensors[slot.name] = (part.unsqueeze(1) if slot.name.endswith("_conv1d.weight") else part).contiguous()
+    return tensors
