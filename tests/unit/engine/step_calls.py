@@ -23,6 +23,7 @@ _VIEWS = """
     diagonal
 """
 _LAUNCHES_NOTHING = frozenset(_VIEWS.split())
+_MAY_COPY = frozenset(("contiguous", "to", "reshape"))  # where there is nothing to do, the tensor itself
 
 
 class StepCalls(TorchDispatchMode):
@@ -35,9 +36,10 @@ class StepCalls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if self._depth == 0 and name not in _LAUNCHES_NOTHING:
+        found = func(*args, **(kwargs or {}))
+        if self._depth == 0 and name not in _LAUNCHES_NOTHING and not (name in _MAY_COPY and found is args[0]):
             self.calls.append(f"{name}({_described((*args, *(kwargs or {}).values()))})")
-        return func(*args, **(kwargs or {}))
+        return found
 
     @contextmanager
     def left_out(self) -> Iterator[None]:

@@ -111,6 +111,12 @@ def test_ids_without_probability_are_left_out_by_the_kernels_themselves(
     there = block.on(kernel_device)
     found = verify_block_triton(there.drafts, there.logits, *proposal(there, True), *there.settings, method)
     assert as_lists(found) == by_reference(block, True, method)
+    # drafts without probability are counted, but for requests that do not look at it
+    lost = block._replace(log_q=log_q.masked_fill(is_draft, -torch.inf))
+    there = lost.on(kernel_device)
+    counted = as_lists(verify_block_triton(there.drafts, there.logits, *proposal(there, True), *there.settings, method))
+    assert counted == by_reference(lost, True, method)
+    assert {number > 0 for *_, number in counted} == {True, False}
     # as candidates they would be drawn less often, or not at all
     kept = block._replace(log_q=log_q.masked_fill(is_impossible, 0.0))
     assert as_lists(found) != by_reference(kept, True, method)
