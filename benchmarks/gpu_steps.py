@@ -142,6 +142,7 @@ def main(arguments: Sequence[str]) -> int:
         "timed": options.timed,
         "max_model_len": options.max_model_len,
         "linear_mode": options.linear_mode,
+        "record_prompts": options.record_prompts,
         "ceilings": asdict(ceilings),
     }
     result = GrowingResult(head, settings, options.out, key=KEY, order=lambda row: [str(row[name]) for name in KEY])
@@ -184,6 +185,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--case-seconds", type=float, default=12.0, help="rounds and steps of a case are fewer beyond; default 12"
     )
+    parser.add_argument("--record-prompts", action="store_true", help="record passes of prompts as well")
     parser.add_argument("--skip-wall", action="store_true", help="bare steps alone: no rounds of closed batches")
     parser.add_argument("--max-model-len", type=positive, default=1024, help="of the engines; default 1024")
     parser.add_argument("--skip-gate", action="store_true", help="measure without checking first")
@@ -291,7 +293,9 @@ def _target(shape: str, options: argparse.Namespace, device: torch.device) -> Lo
 
 
 def _settings(options: argparse.Namespace, mode: str, batch: int) -> Any:
-    return engine_settings(mode, max_num_seqs=batch, max_model_len=options.max_model_len)
+    return engine_settings(
+        mode, max_num_seqs=batch, max_model_len=options.max_model_len, record_prompts=options.record_prompts
+    )
 
 
 def batches_and_modes(shape: str, options: argparse.Namespace) -> tuple[Sequence[int], Sequence[str]]:

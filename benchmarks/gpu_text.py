@@ -115,6 +115,7 @@ def main(arguments: Sequence[str]) -> int:
         "model": name_of(options.model),
         "draft_length": options.draft_length,
         "mode": options.mode,
+        "record_prompts": options.record_prompts,
         "max_tokens": options.max_tokens,
         "rounds": options.rounds,
         "prefill_chunk_size": PREFILL_CHUNK_SIZE,
@@ -147,6 +148,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu for a trial; default cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--mode", choices=MODES, default=DEFAULT, help="recorded steps, eager ones, or what is usual")
+    parser.add_argument("--record-prompts", action="store_true", help="record passes of prompts as well")
     parser.add_argument("--draft-length", choices=("adaptive", "fixed"), default="adaptive")
     add_set_argument(parser, required=False)
     parser.add_argument("--concurrency", type=positive, nargs="+", default=list(_NUM_PROMPTS))
@@ -201,6 +203,7 @@ def make_engines(
     settings = {
         "max_num_seqs": max(options.concurrency),
         "max_model_len": longest + options.max_tokens + _ROOM,
+        "record_prompts": options.record_prompts,
     }
     return {
         PLAIN: Engine(target, None, engine_settings(options.mode, **settings)),

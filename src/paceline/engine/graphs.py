@@ -195,6 +195,37 @@ class CudaRecording:
 Record = Callable[[Callable[[], Any]], Recording]
 
 
+class Recorded:
+    """Work of one shape: the first time it is done as it is, from then on from a recording.
+
+    Args:
+        body: the work.
+        name: for whoever reads the log.
+    """
+
+    def __init__(self, body: Callable[[], Any], name: str) -> None:
+        self._body, self._name = body, name
+        self._recording: Recording | None = None
+        self._was_done = self._cannot_be_recorded = False
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether it was played back the last time it was done."""
+        return self._recording is not None
+
+    def do(self, record: Record, counters: Counters) -> Any:
+        """Do it."""
+        if self._recording is None and self._was_done and not self._cannot_be_recorded:
+            try:
+                self._recording = record(self._body)
+                counters.num_recordings += 1
+            except Exception as error:  # whatever it is, the work itself can still be done
+                self._cannot_be_recorded = True
+                _log.error("%s cannot be recorded: %s", self._name, error)
+        self._was_done = True
+        return self._body() if self._recording is None else self._recording.replay()
+
+
 def make_recorder(device: torch.device, *, wanted: bool | None) -> Record | None:
     """What captures the steps of an engine, all into one pool of memory; None where they are not recorded.
 
@@ -261,9 +292,9 @@ class StepRunner:
             self._counters.num_unrecorded_steps += self._record is not None
             return self._run_plainly(batch)
         work = self._work_for(self._rounded(batch), num_rows=batch.rows.num_rows)
-        output: StepOutput = work.do(self._record, self._counters)
-        self._counters.num_replayed_steps += work.is_recorded
-        self._counters.num_unrecorded_steps += not work.is_recorded
+        output: StepOutput = work.recorded.do(self._record, self._counters)
+        self._counters.num_replayed_steps += work.recorded.is_recorded
+        self._counters.num_unrecorded_steps += not work.recorded.is_recorded
         return replace(output, num_requests=len(batch.rows.slots))
 
     def draft(self, rows: Rows, plan: DraftPlan, stopper: DraftStopper | None, flags: SamplingFlags) -> Tensor:
@@ -285,7 +316,7 @@ class StepRunner:
         if self._record is None or not proposer.is_parallel or not self._can_record(batch):
             return draft_next(proposer, parts.state, rows, plan.on(parts.state.device), stopper, flags)
         work = self._work_for(self._rounded(batch), num_rows=0)
-        waiting_B: Tensor = work.do(self._record, self._counters)
+        waiting_B: Tensor = work.recorded.do(self._record, self._counters)
         return waiting_B[: len(rows.slots)].clone()
 
     def _work_for(self, batch: StepBatch, *, num_rows: int) -> _Work:
@@ -379,26 +410,7 @@ class _Work:
         copies: StateCopies | None,
     ) -> None:
         self.inputs, self._parts, self._key, self._stopper, self._copies = inputs, parts, key, stopper, copies
-        self._recording: Recording | None = None
-        self._was_done = self._cannot_be_recorded = False
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether it was played back the last time it was done."""
-        return self._recording is not None
-
-    def do(self, record: Record, counters: Counters) -> Any:
-        """Do it: the first time as it is, from then on from a recording."""
-        if self._recording is None and self._was_done and not self._cannot_be_recorded:
-            try:
-                self._recording = record(self._run)
-                counters.num_recordings += 1
-            except Exception as error:  # whatever it is, the step itself can still be run
-                self._cannot_be_recorded = True
-                key = self._key
-                _log.error("a step of %d x %d rows cannot be recorded: %s", key.num_requests, key.num_rows, error)
-        self._was_done = True
-        return self._run() if self._recording is None else self._recording.replay()
+        self.recorded = Recorded(self._run, f"a step of {key.num_requests} x {key.num_rows} rows")
 
     def _run(self) -> StepOutput | Tensor:
         """Run it now, or into the graph that is being captured."""

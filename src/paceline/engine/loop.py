@@ -24,6 +24,7 @@ from paceline.engine.intake import Intake
 from paceline.engine.invariants import InvariantChecks
 from paceline.engine.loop_checks import LoopChecks
 from paceline.engine.parts import EngineParts
+from paceline.engine.prompt_graphs import PromptRunner
 from paceline.engine.prompt_passes import PromptPasses
 from paceline.engine.request import FinishReason, RequestDelta
 from paceline.engine.request_blocks import RequestBlocks
@@ -106,12 +107,8 @@ class EngineLoop:
         self.results = FinishedRequests()
         self.deltas: list[RequestDelta] = []
         self.counters = Counters(parts.num_draft_tokens)
-        self._steps = StepRunner(
-            parts,
-            self.counters,
-            max_num_seqs=settings.max_num_seqs,
-            record=make_recorder(parts.state.device, wanted=settings.cuda_graphs),
-        )
+        record = make_recorder(parts.state.device, wanted=settings.cuda_graphs)
+        self._steps = StepRunner(parts, self.counters, max_num_seqs=settings.max_num_seqs, record=record)
         self._flags = StepFlags()
         calibration = parts.drafter.calibration if parts.drafter is not None else None
         self.drafting = Drafting(
@@ -123,6 +120,12 @@ class EngineLoop:
             device=parts.state.device,
         )
         self.run_step = self._steps.run
+        self._prompt_runner = PromptRunner(
+            parts,
+            self.counters,
+            max_num_seqs=settings.max_num_seqs,
+            record=record if settings.record_prompts else None,
+        )
         self._prompts = PromptPasses(
             parts,
             settings,
@@ -136,6 +139,7 @@ class EngineLoop:
             count_pass=self._count_pass,
             read_behind=self._read_behind,
             draft=self._steps.draft,
+            runner=self._prompt_runner,
         )
         self.is_mid_step = False
         if settings.draft_length == "adaptive" and parts.num_draft_tokens > 0:  # else the first request waits for it
@@ -221,6 +225,7 @@ class EngineLoop:
         self._in_flight.drop()
         self._prompts.times.clear()
         self._steps.drop()  # graphs go before the memory that they read
+        self._prompt_runner.drop()
         self.parts.release()
 
     def _recover(self) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -31,6 +32,8 @@ from paceline.engine.verifier import JudgedBlock, block_logprobs, judge
 from paceline.models.drafters.proposal import Proposal
 from paceline.models.targets.target import Target
 from paceline.ops.acceptance import VerifyMethod
+
+_NUM_COLUMNS = 4  # of `prompt_numbers`, before the tokens
 
 # Drafts first blocks, given rows whose context is written: how many drafts then wait for each request, int64 [B].
 DraftFirst: TypeAlias = Callable[[Rows, DraftPlan, DraftStopper | None, SamplingFlags], Tensor]
@@ -156,11 +159,8 @@ def prefill_prompts(
     choice: AttentionChoice,
     chunks: Sequence[PrefillChunk],
     flags: SamplingFlags,
-    plan: DraftPlan | None,
-    stopper: DraftStopper | None,
-    draft: DraftFirst | None = None,
 ) -> StepOutput:
-    """Run the last chunks of several new prompts in one pass.
+    """Run the last chunks of several new prompts in one pass; drafting is left to the caller.
 
     Args:
         target: a dense model: nothing takes in rows that do not count.
@@ -170,42 +170,114 @@ def prefill_prompts(
         choice: form of attention, the one that goes by tables.
         chunks: each ends its prompt, whose first token is wanted; none has a grammar. Plans of their own do not count.
         flags: of all their requests.
-        plan: of the first blocks of all.
-        stopper: as for a decode step.
-        draft: drafts the first blocks; None does it here.
 
     Returns:
         The first tokens, as a step without drafts.
     """
-    assert choice.is_paged and all(chunk.next_id is None and chunk.grammar_mask_BLW is None for chunk in chunks)
-    num_rows = max(len(chunk.token_ids) for chunk in chunks)
-    numbers = np.zeros((len(chunks), 4 + num_rows), dtype=np.int64)
-    for row, chunk in zip(numbers, chunks, strict=True):
+    numbers = prompt_numbers(chunks, len(chunks), max(len(chunk.token_ids) for chunk in chunks), state.trash_slot)
+    return run_prompts(
+        target,
+        proposer,
+        cache,
+        state,
+        choice,
+        to_device(torch.from_numpy(numbers), state.device),
+        flags,
+        lacks_context=any(chunk.context_start > 0 for chunk in chunks),
+        method=chunks[0].verify_method,
+        slots=[chunk.slot for chunk in chunks],
+    )
+
+
+def prompt_numbers(
+    chunks: Sequence[PrefillChunk], num_requests: int, num_rows: int, trash_slot: int
+) -> npt.NDArray[np.int64]:
+    """What `run_prompts` reads: a row per request, with slot, start, start of its context, length and tokens.
+
+    Args:
+        chunks: at most `num_requests`.
+        num_requests: rows behind the chunks are padding: one token of the trash slot.
+        num_rows: tokens of the longest chunk, or more.
+        trash_slot: of the state.
+    """
+    numbers = np.zeros((num_requests, _NUM_COLUMNS + num_rows), dtype=np.int64)
+    numbers[:, :_NUM_COLUMNS] = trash_slot, 0, 0, 1
+    for row, chunk in zip(numbers, chunks, strict=False):
+        assert chunk.next_id is None and chunk.grammar_mask_BLW is None, "new prompts that need nothing of the host"
         count = len(chunk.token_ids)
-        row[:4] = chunk.slot, chunk.start, chunk.context_start, count
-        row[4 : 4 + count] = chunk.token_ids
-    on_device = to_device(torch.from_numpy(numbers), state.device)
-    slots_B, starts_B, context_starts_B, counts_B = (column.contiguous() for column in on_device[:, :4].unbind(1))
-    token_ids_BC = on_device[:, 4:]
-    starts, context_starts = [chunk.start for chunk in chunks], [chunk.context_start for chunk in chunks]
+        row[:_NUM_COLUMNS] = chunk.slot, chunk.start, chunk.context_start, count
+        row[_NUM_COLUMNS : _NUM_COLUMNS + count] = chunk.token_ids
+    return numbers
+
+
+def prompt_rows(chunks: Sequence[PrefillChunk], device: torch.device) -> Rows:
+    """The requests of a pass, as drafting wants them."""
+    context_starts = [chunk.context_start for chunk in chunks]
     lacks_context = any(context_starts)
-    rows = Rows(
-        [chunk.slot for chunk in chunks],
-        slots_B,
+    slots, starts = [chunk.slot for chunk in chunks], [chunk.start for chunk in chunks]
+    numbers = to_device(torch.tensor([slots, starts, context_starts]), device)
+    return Rows(
+        slots,
+        numbers[0],
         starts,
+        numbers[1],
+        max(len(chunk.token_ids) for chunk in chunks),
+        context_starts if lacks_context else None,
+        numbers[2] if lacks_context else None,
+    )
+
+
+def run_prompts(
+    target: Target,
+    proposer: Proposer | None,
+    cache: TargetCache,
+    state: SlotState,
+    choice: AttentionChoice,
+    numbers_BX: Tensor,
+    flags: SamplingFlags,
+    *,
+    lacks_context: bool,
+    method: VerifyMethod,
+    slots: Sequence[int] = (),
+) -> StepOutput:
+    """Run new prompts to their ends, from numbers on the device alone.
+
+    Args:
+        target: a dense model.
+        proposer: as for `prefill_chunk`.
+        cache: the target's.
+        state: committed to.
+        choice: form of attention, the one that goes by tables.
+        numbers_BX: from `prompt_numbers`.
+        flags: of all requests.
+        lacks_context: draft context begins later than the text for one of them.
+        method: how drafts will be judged; without drafts all methods draw alike.
+        slots: of the requests, for proposers that look at them on the host.
+
+    Returns:
+        The first tokens, as a step without drafts.
+    """
+    assert choice.is_paged, "rows behind a prompt's end go where tables say"
+    num_requests, num_rows = numbers_BX.shape[0], numbers_BX.shape[1] - _NUM_COLUMNS
+    columns = numbers_BX[:, :_NUM_COLUMNS].T.contiguous()
+    slots_B, starts_B, context_starts_B, counts_B = columns.unbind(0)
+    token_ids_BC = numbers_BX[:, _NUM_COLUMNS:].contiguous()
+    nowhere = [0] * num_requests  # where they stand is read from the device
+    rows = Rows(
+        slots or [state.trash_slot] * num_requests,
+        slots_B,
+        nowhere,
         starts_B,
         num_rows,
-        context_starts if lacks_context else None,
+        nowhere if lacks_context else None,
         context_starts_B if lacks_context else None,
     )
     hidden_BCD = run_rows(target, proposer, cache, choice, rows, token_ids_BC, all_count=True)
     ends_B = starts_B + counts_B
     last_B11 = (counts_B - 1).view(-1, 1, 1)
     last_B1D = hidden_BCD.gather(1, last_B11.expand(-1, 1, hidden_BCD.shape[2]))
-    no_drafts = Proposal(slots_B.new_empty(len(chunks), 0))
-    judged = judge(
-        target.logits(last_B1D), no_drafts, state, slots_B, ends_B - 1, flags, method=chunks[0].verify_method
-    )
+    no_drafts = Proposal(slots_B.new_empty(num_requests, 0))
+    judged = judge(target.logits(last_B1D), no_drafts, state, slots_B, ends_B - 1, flags, method=method)
     next_ids_B = judged.verified.bonus_ids_B
     state.lengths[slots_B] = ends_B
     state.anchors[slots_B] = next_ids_B
@@ -213,11 +285,7 @@ def prefill_prompts(
     state.tokens.extend(slots_B, next_ids_B.unsqueeze(1), flags)
     if proposer is not None:
         proposer.settle(rows, token_ids_BC, ends_B, next_ids_B)
-    num_waiting_B = torch.zeros_like(starts_B)
-    if proposer is not None and plan is not None and plan.most > 0:
-        draft = draft or _drafting(proposer, state)
-        num_waiting_B = draft(rows, plan, stopper, flags)
-    return _first_tokens(judged, num_waiting_B, flags)
+    return _first_tokens(judged, torch.zeros_like(starts_B), flags)
 
 
 def _drafting(proposer: Proposer, state: SlotState) -> DraftFirst:

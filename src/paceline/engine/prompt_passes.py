@@ -17,7 +17,8 @@ from paceline.engine.hybrid_cache import HybridCache
 from paceline.engine.in_flight import Ahead, InFlight
 from paceline.engine.parts import EngineParts
 from paceline.engine.pass_timer import PassTimer
-from paceline.engine.prefill import DraftFirst, prefill_chunk, prefill_prompts
+from paceline.engine.prefill import DraftFirst, prefill_chunk, prompt_rows
+from paceline.engine.prompt_graphs import PromptRunner
 from paceline.engine.running import RunningRequest
 from paceline.engine.sampling_flags import SamplingFlags
 from paceline.engine.scheduler import Scheduler
@@ -42,6 +43,7 @@ class PromptPasses:
         count_pass: brings the device up to date before a pass.
         read_behind: reads results that have come behind one.
         draft: drafts first blocks.
+        runner: runs several prompts in a pass.
 
     Attributes:
         times: of passes that are under way.
@@ -62,8 +64,9 @@ class PromptPasses:
         count_pass: Callable[[Sequence[RunningRequest], Sequence[Ahead], Sequence[int]], None],
         read_behind: Callable[[], None],
         draft: DraftFirst,
+        runner: PromptRunner,
     ) -> None:
-        self._draft = draft
+        self._draft, self._runner = draft, runner
         self._parts, self._settings, self._scheduler, self._drafting = parts, settings, scheduler, drafting
         self._states, self._counters, self._pace, self._in_flight = states, counters, pace, in_flight
         self._admit, self._count_pass, self._read_behind = admit, count_pass, read_behind
@@ -92,7 +95,7 @@ class PromptPasses:
                 return
             num_run += end - start
             others = self._others_beside(request, end, num_left) if may_admit else []
-            if others:
+            if others or (self._runner.is_recording and self._can_join(request, end)):
                 num_run += sum(other.prefill_goal - other.num_prefilled for other in others)
                 self._run_together([request, *others])
             else:
@@ -100,7 +103,7 @@ class PromptPasses:
 
     def _others_beside(self, request: RunningRequest, end: int, num_left: int) -> list[RunningRequest]:
         """Waiting requests whose whole prompts run in one pass with the end of a request's prompt."""
-        if not self._runs_together or end < request.prefill_goal or not can_join(request):
+        if not self._can_join(request, end):
             return []
         waiting, block_size = self._scheduler.waiting, self._parts.sizes.block_size
         others: list[RunningRequest] = []
@@ -120,6 +123,9 @@ class PromptPasses:
             others.append(admitted)
             beginnings.add(beginning)
         return others
+
+    def _can_join(self, request: RunningRequest, end: int) -> bool:
+        return self._runs_together and end == request.prefill_goal and can_join(request)
 
     def _run_chunk(self, request: RunningRequest, end: int) -> None:
         started_s, timer = time.perf_counter(), PassTimer(self._parts.state.device)
@@ -150,18 +156,12 @@ class PromptPasses:
         ]
         lengths = [len(chunk.token_ids) for chunk in chunks]
         self._count_pass(requests, [Ahead(0, 0, 0)] * len(requests), lengths)  # what pads them is nobody's
-        output = prefill_prompts(
-            parts.target.model,
-            parts.proposer if _wants_context(requests[0]) else None,
-            parts.cache,
-            parts.state,
-            parts.choice,
-            chunks,
-            SamplingFlags.of([request.sampling for request in requests]),
-            plan,
-            self._drafting.stopper,
-            self._draft,
-        )
+        flags = SamplingFlags.of([request.sampling for request in requests])
+        writes_context = parts.proposer is not None and _wants_context(requests[0])
+        output = self._runner.run(chunks, flags, writes_context=writes_context)
+        if writes_context and plan.most > 0:
+            waiting_B = self._draft(prompt_rows(chunks, parts.state.device), plan, self._drafting.stopper, flags)
+            output.num_waiting_B[: len(chunks)].copy_(waiting_B)
         for request in requests:
             request.num_prefilled = request.prefill_goal
         self._launched(requests, output, plan.num_drafts, sum(lengths), timer, started_s)
