@@ -15,10 +15,9 @@ from scipy import stats
 from tests.fakes import TableProposer, table_target
 from tests.tiny import tiny_drafter_contract
 
-import paceline.models.drafters.proposal as proposal_module
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.request import RequestResult, SamplingParameters
-from paceline.models.drafters.proposal import Proposal
+from paceline.models.drafters.proposal import DraftSampling, Proposal
 from paceline.ops import noise
 
 VOCAB, NUM_DRAFTS, NUM_REQUESTS, NUM_TOKENS = 8, 3, 128, 480  # 20,480 windows
@@ -118,8 +117,7 @@ def test_a_wrong_q_is_noticed() -> None:
 
 
 def test_noise_shared_between_draft_and_target_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proposal_module, "DRAFT", noise.TARGET)
-    monkeypatch.setattr(proposal_module, "mix_step", lambda seed, step: seed)
+    monkeypatch.setattr(DraftSampling, "_keys", property(lambda _: (None, noise.TARGET)))
     assert p_value(run(make_proposer("probabilistic"))[0]) < 1e-4
 
 
