@@ -22,8 +22,8 @@ from paceline.engine.block_tables import BlockTables
 from paceline.engine.draft_length import DraftLengthController
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.request import RequestResult, SamplingParameters
+from paceline.engine.slots import SlotState
 from paceline.engine.step_cost import StepCosts, StepCostTable
-from paceline.models.drafters.dflash2 import DFlash2Drafter
 from paceline.trace.acceptance import AcceptanceSummary
 
 FAMILIES = ("dflash", "dflash2", "dspark", "eagle3")
@@ -97,16 +97,17 @@ def test_b81_blocks_cut_for_a_neighbour_would_be_seen(monkeypatch: pytest.Monkey
     """The planted fault: every block of a batch has the length that was chosen for what adapts."""
     (alone,) = run_with_neighbours(["fixed"], monkeypatch)
     cuts = [8, 3, 5] * 200
-    monkeypatch.setattr(DFlash2Drafter, "block_ids", _cut_short(cuts, DFlash2Drafter.block_ids))
+    monkeypatch.setattr(SlotState, "block_rows", _cut_short(cuts, SlotState.block_rows))
     first, *_ = run_with_neighbours(["fixed", "adaptive"], monkeypatch)
     assert steps(first) != steps(alone)
 
 
-def _cut_short(cuts: list[int], block_ids: Any) -> Any:
-    def cut(self: Any, anchors_B: torch.Tensor, num_drafts: int) -> torch.Tensor:
-        ids_BQ = block_ids(self, anchors_B, num_drafts).clone()
+def _cut_short(cuts: list[int], block_rows: Any) -> Any:
+    def cut(self: SlotState, slots_B: torch.Tensor, **options: Any) -> Any:
+        block = block_rows(self, slots_B, **options)
+        ids_BQ = block.token_ids_BQ.clone()
         ids_BQ[:, cuts.pop() :] = 0  # no longer a mask: what a block that ends here would have behind it
-        return ids_BQ
+        return block._replace(token_ids_BQ=ids_BQ)
 
     return cut
 
