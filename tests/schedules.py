@@ -21,6 +21,7 @@ from tests import tiny, tiny_kimi
 from tests.helped_drafts import help_drafts
 
 import paceline.engine.graphs as graphs_module
+import paceline.engine.prompt_graphs as prompt_graphs_module
 import paceline.engine.prompt_passes as prompts_module
 import paceline.engine.scheduler as scheduler_module
 from paceline.engine.engine import Engine, EngineSettings
@@ -237,7 +238,7 @@ def alone(kind: EngineKind, prompt: int, sampling: str, is_drafted: bool) -> Req
     return result
 
 
-PASSES = ((prompts_module, "prefill_chunk"), (prompts_module, "prefill_prompts"), (graphs_module, "decode_step"))
+PASSES = ((prompts_module, "prefill_chunk"), (prompt_graphs_module, "prefill_prompts"), (graphs_module, "decode_step"))
 
 
 class Interruption(Exception):
