@@ -148,7 +148,7 @@ def generate(
         typer.Option(
             "--tensor-parallel-size",
             "--tp",
-            help="Processes that share each layer of a Kimi target; under torchrun.",
+            help="Processes that share each layer; under torchrun.",
             rich_help_panel=options.MODELS,
         ),
     ] = None,
@@ -157,7 +157,7 @@ def generate(
         typer.Option(
             "--pipeline-parallel-size",
             "--pp",
-            help="Stages of a Kimi target's layers; under torchrun.",
+            help="Stages of the layers; under torchrun.",
             rich_help_panel=options.MODELS,
         ),
     ] = None,

@@ -1,4 +1,4 @@
-"""`torchrun --nproc-per-node 4 -m paceline generate TARGET --tp 2 --pp 2 ...`: a Kimi target over several processes.
+"""`torchrun --nproc-per-node 4 -m paceline generate TARGET --tp 2 --pp 2 ...`: a target over several processes.
 
 All prompts are answered side by side and written when they are done, by the first process alone. Drafts are judged by
 equality with the target's own choice, so that the text of a seed is that of plain decoding.

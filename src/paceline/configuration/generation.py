@@ -141,10 +141,10 @@ class GenerateRun(ModelRun):
         None, description="text after which the structure begins, such as the end of a reasoning part"
     )
     tensor_parallel_size: Count = Field(
-        1, description="processes of torchrun that share each layer of a Kimi target: its heads, experts and ids"
+        1, description="processes of torchrun that share each layer: its heads, experts and ids"
     )
     pipeline_parallel_size: Count = Field(
-        1, description="stages that a Kimi target's layers are cut into, each with processes of its own"
+        1, description="stages that the target's layers are cut into, each with processes of its own"
     )
     pipeline_cuts: tuple[Count, ...] = Field(
         (), description="first layer of every stage but the first; none given cuts evenly"

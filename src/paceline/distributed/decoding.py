@@ -5,7 +5,8 @@
     3 the ranks of the last stage choose each row's own token together                                 (`choosing.py`)
     4 the decider compares it with the drafts, takes taps and tokens into the drafter, and drafts      (`drafting.py`)
 
-Every pass is exact, row by row (`models/stepwise.py`): what was rejected leaves no trace in any stage. So in
+Every pass is exact, row by row (`models/stepwise.py`, `key_value_context.py`): what was rejected leaves no trace in any
+stage. So in
 row-invariant arithmetic the tokens with drafts are those without, and a pipeline's are those of one process. Stages
 take turns: with one batch under way, all but one of them wait. B places, T rows.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from torch import Tensor
 from paceline.checkpoint.contract import TargetContract
 from paceline.distributed.choosing import choose_ids
 from paceline.distributed.drafting import Drafting
+from paceline.distributed.key_value_context import KeyValueContext
 from paceline.distributed.mesh import Mesh
 from paceline.distributed.places import DecodeRequest, DecodeResult, Places
 from paceline.distributed.plan import Plan, hear, tell
@@ -29,8 +32,11 @@ from paceline.distributed.stage_pass import StagePass
 from paceline.distributed.world import OtherRankFailedError
 from paceline.engine.slots import SamplingRows
 from paceline.errors import EXIT_FAILED
+from paceline.models.layers import Linear
 from paceline.models.stepwise import StepwiseContext
 from paceline.ops.sample_tokens import NO_TOKEN
+
+Context: TypeAlias = StepwiseContext | KeyValueContext
 
 
 @dataclass(frozen=True)
@@ -98,19 +104,27 @@ class Decoder:
             raise
         return self._mesh.world.given_by(self._mesh.decider, results)
 
-    def _new_context(self) -> StepwiseContext:
+    def _new_context(self) -> Context:
         stage, sizes = self._pass.stage, self._sizes
-        norm = stage.layers[stage.start].get_submodule("input_layernorm").get_parameter("weight")
-        return StepwiseContext(
-            share_of(self._contract, self._mesh.tensor.size),
-            sizes.num_places,
-            sizes.max_model_len + sizes.max_rows,
-            dtype=norm.dtype,
-            device=norm.device,
-            layers=self._mesh.layers,
+        layer, layers = stage.layers[stage.start], self._mesh.layers
+        weight = layer.get_submodule("input_layernorm").get_parameter("weight")
+        share = share_of(self._contract, self._mesh.tensor.size)
+        num_places, capacity = sizes.num_places, sizes.max_model_len + sizes.max_rows
+        if share.kimi is not None:
+            return StepwiseContext(share, num_places, capacity, dtype=weight.dtype, device=weight.device, layers=layers)
+        projection = layer.get_submodule("self_attn.o_proj")
+        assert isinstance(projection, Linear)
+        return KeyValueContext(
+            share,
+            num_places,
+            capacity,
+            dtype=weight.dtype,
+            device=weight.device,
+            layers=layers,
+            mode=projection.mode,
         )
 
-    def _decide(self, requests: Sequence[DecodeRequest], context: StepwiseContext) -> list[DecodeResult]:
+    def _decide(self, requests: Sequence[DecodeRequest], context: Context) -> list[DecodeResult]:
         sizes = self._sizes
         places = Places(
             self._contract,
@@ -144,27 +158,30 @@ class Decoder:
             if self._drafting is not None:
                 self._drafting.follow(places.running, counts, plan.token_ids_BT, taps)
 
-    def _follow(self, context: StepwiseContext) -> None:
+    def _follow(self, context: Context) -> None:
         sizes, decider = self._sizes, self._mesh.decider
         while (plan := hear(sizes.num_places, sizes.max_rows, decider)).kind == "run":
             self._step(plan, context)
         if plan.kind == "failed":
             raise OtherRankFailedError(decider, EXIT_FAILED, "its own message says how")
 
-    def _step(self, plan: Plan, context: StepwiseContext) -> tuple[Tensor, list[Tensor]]:
+    def _step(self, plan: Plan, context: Context) -> tuple[Tensor, list[Tensor]]:
         """Commit the last pass, then run this one; what is returned says something on the last stage alone."""
         device = context.lengths_B.device
         context.commit(plan.counts_B.to(device))
         for place in plan.is_new_B.nonzero().flatten().tolist():
             context.clear(place)
         token_ids_BT = plan.token_ids_BT.to(device)
-        found = self._pass.run(token_ids_BT, context)
+        rows_T = torch.arange(token_ids_BT.shape[1], device=device)
+        # Rows past a place's own, and the last drafts of a text, may lie beyond the positions; nothing comes of them.
+        positions_BT = (context.lengths_B.unsqueeze(1) + rows_T).clamp(max=self._contract.max_position_embeddings - 1)
+        found = self._pass.run(token_ids_BT, context, positions_BT)
         if found is None:
             return token_ids_BT, []
         hidden_BTD, taps = found
         return self._choose(hidden_BTD, plan, context), taps
 
-    def _choose(self, hidden_BTD: Tensor, plan: Plan, context: StepwiseContext) -> Tensor:
+    def _choose(self, hidden_BTD: Tensor, plan: Plan, context: Context) -> Tensor:
         """The target's own token behind every row that is judged, int64 [B, T]; -1 elsewhere."""
         device, num_rows = hidden_BTD.device, hidden_BTD.shape[1]
         own_ids_BT = torch.full(hidden_BTD.shape[:2], NO_TOKEN, dtype=torch.int64, device=device)

@@ -16,13 +16,12 @@ from torch import Tensor
 
 from paceline.checkpoint.contract import CaptureId, TargetContract
 from paceline.models.targets.kimi_layer import num_closed_blocks
-from paceline.models.targets.kimi_stage import HandOver
+from paceline.models.targets.stage import HandOver
 
 
 def num_bank_rows(contract: TargetContract, border: int) -> int:
     """J: closed blocks that cross a border."""
-    assert contract.kimi is not None
-    block_size = contract.kimi.residual_block_size
+    block_size = None if contract.kimi is None else contract.kimi.residual_block_size
     return 0 if block_size is None else num_closed_blocks(border, block_size)
 
 
@@ -77,5 +76,5 @@ def receive(
     num_rows = num_bank_rows(contract, border)
     message_BTPD = like.new_empty(*shape, 1 + num_rows + len(upstream), contract.hidden_size)
     dist.recv(message_BTPD, from_rank)
-    assert contract.kimi is not None
-    return unpack(message_BTPD, num_rows, upstream, has_bank=contract.kimi.residual_block_size is not None)
+    has_bank = contract.kimi is not None and contract.kimi.residual_block_size is not None
+    return unpack(message_BTPD, num_rows, upstream, has_bank=has_bank)

@@ -30,7 +30,7 @@ from paceline.distributed.sharding import require_shares
 from paceline.distributed.stage_pass import StagePass
 from paceline.distributed.target_ends import answer, load_ends, others_answering
 from paceline.distributed.world import World
-from paceline.errors import CompatibilityError, ConfigError
+from paceline.errors import ConfigError
 from paceline.models.capabilities import check_capture_ids
 from paceline.models.layers import LinearMode, set_linear_mode
 from paceline.models.loading import LoadedTarget, load_drafter, resolve_dtype, resolve_linear_mode
@@ -44,7 +44,7 @@ class DecodeSettings:
     """What a run over ranks is started with, the same on all of them.
 
     Attributes:
-        target: folder, hub name or alias of a Kimi target.
+        target: folder, `.gguf` file, hub name or alias.
         drafter: folder or hub name; None decodes plainly.
         num_stages: of the pipeline.
         borders: first layer of every stage but the first; None cuts evenly.
@@ -145,12 +145,6 @@ def open_target(world: World, settings: DecodeSettings) -> OpenTarget:
 def _terms(world: World, settings: DecodeSettings) -> _Terms:
     path = locate_target(settings.target, offline=settings.offline)
     contract = read_target_contract(path, settings.target)
-    if contract.kimi is None:
-        raise CompatibilityError(
-            f"{contract.architecture} is not cut over ranks; Kimi targets are",
-            origin={"target": contract.origin},
-            hint="`paceline generate`, in one process",
-        )
     layout = Layout.even(contract.num_layers, settings.num_stages, settings.tensor_size)
     if settings.borders is not None:
         layout = Layout(settings.borders, settings.tensor_size)

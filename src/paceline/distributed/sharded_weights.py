@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,19 +16,21 @@ from torch import Tensor
 
 from paceline.checkpoint.contract import TargetContract
 from paceline.checkpoint.kimi_names import boundary_names, kimi_slots, kimi_text_slots, mtp_names
-from paceline.checkpoint.names import Slot
+from paceline.checkpoint.names import Slot, dense_target_ignored, dense_target_slots
 from paceline.checkpoint.weights import Destination, TensorSource, load_part, load_strict
 from paceline.distributed.mesh import TensorGroup
 from paceline.distributed.sharding import sharded_stage, vocabulary_shard
 from paceline.errors import CheckpointError
 from paceline.models.building import materialise
-from paceline.models.target_weights import open_kimi_folder
+from paceline.models.target_weights import open_dense, open_kimi_folder
+from paceline.models.targets.dense_stage import DenseStage
 from paceline.models.targets.kimi_stage import KimiStage
 from paceline.models.weight_copy import copy_weight
 
 # Ends of parameter names. What is not among them is on every rank as it is.
 _BY_ROWS = (
     ".self_attn.qkv_proj.weight",
+    ".self_attn.qkv_proj.bias",
     ".self_attn.convolution.weight",
     ".self_attn.f_proj.b.weight",
     ".self_attn.b_proj.weight",
@@ -40,6 +42,7 @@ _BY_ROWS = (
     ".self_attn.q_b_proj.weight",
     ".self_attn.kv_b_proj.weight",
     ".gate_up_proj.weight",
+    ".gate_up_proj.bias",
 )
 _BY_COLUMNS = (".self_attn.o_proj.weight", ".down_proj.weight")
 _EXPERTS = (".experts.gate_up", ".experts.down")
@@ -82,7 +85,7 @@ def part_of(slot: Slot, contract: TargetContract, tensor: TensorGroup) -> Part |
         return Part(slot.destination, slot.shape, (0, height))
     if slot.parameter in _VOCABULARY:
         (ids,) = vocabulary_shard(contract, tensor).ranges
-        return Part(Destination(slot.parameter), slot.shape, (ids.first_id, ids.end_id))
+        return Part(slot.destination, slot.shape, (ids.first_id, ids.end_id))
     if slot.parameter.endswith(_EXPERTS):
         return _expert_part(slot, contract, tensor)
     if slot.parameter.endswith(_BY_ROWS):
@@ -146,14 +149,14 @@ def load_sharded_stage(
     *,
     dtype: torch.dtype,
     device: torch.device,
-) -> KimiStage:
+) -> KimiStage | DenseStage:
     """Build and fill a rank's part of one stage; a multimodal target's tower belongs to no stage.
 
     As with `load_stage`, score vectors of the layer behind the stage are copied if the files have them.
 
     Args:
         contract: of the whole target.
-        path: its folder.
+        path: its folder, or a `.gguf` file.
         start: first layer.
         end: behind the last layer.
         tensor: the ranks of the stage.
@@ -166,23 +169,49 @@ def load_sharded_stage(
     with torch.device("meta"):
         stage = sharded_stage(contract, start, end, tensor)
     materialise(stage, dtype, device)
-    source, parameters = open_kimi_folder(contract, path), dict(stage.named_parameters())
-    slots = [slot for slot in kimi_text_slots(contract) if slot.parameter in parameters]
+    if isinstance(stage, DenseStage):
+        stage.settle(device)
+    source, parameters = _open(contract, path), dict(stage.named_parameters())
+    slots = [slot for slot in _slots(contract, parameters) if slot.parameter in parameters]
     found = ((slot.name, part_of(slot, contract, tensor)) for slot in slots)
     parts = {name: part for name, part in found if part is not None}
     _check_whole_shapes(source, parts)
-    elsewhere = {slot.name for slot in kimi_slots(contract)}.difference(parts)
     load_strict(
         parameters,
         PartialSource(source, parts),
         {name: part.destination for name, part in parts.items()},
-        ignored=elsewhere | mtp_names(contract, source.names()),
+        ignored=_names(contract, source) - set(parts),
         copy=copy_weight,
     )
-    names = boundary_names(contract, end)
-    if stage.boundary is not None and set(names) <= set(source.names()):
-        stage.boundary.set(*(source.load(name) for name in names))
+    if isinstance(stage, KimiStage):
+        names = boundary_names(contract, end)
+        if stage.boundary is not None and set(names) <= set(source.names()):
+            stage.boundary.set(*(source.load(name) for name in names))
     return stage.eval()
+
+
+def _open(contract: TargetContract, path: Path) -> TensorSource:
+    if contract.kimi is not None:
+        return open_kimi_folder(contract, path)
+    return open_dense(path)
+
+
+def _slots(contract: TargetContract, parameters: Mapping[str, Tensor]) -> list[Slot]:
+    """The tensors of the text model, and where a rank with these parameters has them."""
+    if contract.kimi is not None:
+        return kimi_text_slots(contract)
+    slots, head = dense_target_slots(contract), "lm_head.weight"
+    if not contract.tie_word_embeddings or head not in parameters:
+        return slots
+    # A tied head without the embeddings beside it is a copy of them.
+    return [replace(slot, parameter=head) if slot.parameter == "embed_tokens.weight" else slot for slot in slots]
+
+
+def _names(contract: TargetContract, source: TensorSource) -> set[str]:
+    """All that the files may hold, whoever reads it."""
+    if contract.kimi is not None:
+        return {slot.name for slot in kimi_slots(contract)} | mtp_names(contract, source.names())
+    return {slot.name for slot in dense_target_slots(contract)} | dense_target_ignored(contract)
 
 
 def _check_whole_shapes(source: TensorSource, parts: Mapping[str, Part]) -> None:
@@ -206,26 +235,27 @@ def load_table(contract: TargetContract, path: Path, parameter: str, *, like: Te
 
     Args:
         contract: of the target.
-        path: its folder.
-        parameter: "embed_tokens.weight" or "lm_head.weight".
+        path: its folder, or a `.gguf` file.
+        parameter: "embed_tokens.weight" or "lm_head.weight", which of a tied target are one.
         like: gives dtype and device.
     """
-    (slot,) = (slot for slot in kimi_text_slots(contract) if slot.parameter == parameter)
-    source, table = open_kimi_folder(contract, path), like.new_empty(slot.shape)
+    table = like.new_empty(contract.vocab_size, contract.hidden_size)
+    (slot,) = (slot for slot in _slots(contract, {parameter: table}) if slot.parameter == parameter)
+    source = _open(contract, path)
     others = set(source.names()) - {slot.name}
     load_strict({parameter: table}, source, {slot.name: Destination(parameter)}, ignored=others, copy=copy_weight)
     return table
 
 
 def folder_digest(path: Path, suffixes: Sequence[str] = (".safetensors", "config.json", ".index.json")) -> str:
-    """A name for a model folder that two trainings of one shape do not share; reads little of large files.
+    """A name for a model's folder or file that two trainings of one shape do not share; reads little of large files.
 
     Of every file: its name and size, the whole of it up to 256 KiB, and of a larger one 64 samples of 4 KiB, the
     header of names and shapes among them.
     """
     digest = hashlib.blake2b(digest_size=8)
-    for file in sorted(path.iterdir()):
-        if not file.name.endswith(tuple(suffixes)):
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        if file != path and not file.name.endswith(tuple(suffixes)):
             continue
         size = file.stat().st_size
         digest.update(f"{file.name} {size};".encode())

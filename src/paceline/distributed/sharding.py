@@ -1,9 +1,12 @@
-"""One rank's part of a Kimi stage: heads, experts and vocabulary are shared out, all else is on every rank.
+"""One rank's part of a stage: heads, experts and vocabulary are shared out, all else is on every rank.
 
     by rows       q, k and v, their convolution, forget, beta and output gates, decay rates and offsets of the rank's
                   heads; kv_b_proj of its heads; gate and up of its share of an MLP's width; its experts; its ids
-    by columns    o_proj and down_proj, whose products are partial sums
+    by columns    o_proj and down_proj, whose products are partial sums; their biases are added to the sum
     whole         norms, score vectors, the router, the projections to and from latents, f_a_proj
+
+In dense targets a rank has whole groups of query heads with their key/value heads. A tied head is the rank's rows of
+the embedding table.
 
 Partial sums are added before anything reads them: the stream, and so every mixture and tap, is whole on every rank.
 The experts' sum is complete before its norm. Decay rates are narrowed to the heads before they are cut, whatever pads
@@ -24,7 +27,8 @@ from paceline.checkpoint.contract import TargetContract
 from paceline.checkpoint.kimi_contract import ExpertSettings
 from paceline.distributed.mesh import TensorGroup
 from paceline.errors import ConfigError
-from paceline.models.layers import Linear
+from paceline.models.layers import DecoderLayer, Linear
+from paceline.models.targets.dense_stage import DenseStage
 from paceline.models.targets.kimi_experts import Experts, KimiMLP, MixtureOfExperts
 from paceline.models.targets.kimi_layer import KimiLayer
 from paceline.models.targets.kimi_stage import KimiStage
@@ -40,15 +44,17 @@ class ReducedLinear(Linear):
         in_size: of this rank's part.
         out_size: of the whole.
         tensor: the ranks.
+        bias: of the whole, on every rank; added once.
     """
 
-    def __init__(self, in_size: int, out_size: int, tensor: TensorGroup) -> None:
-        super().__init__(in_size, out_size)
+    def __init__(self, in_size: int, out_size: int, tensor: TensorGroup, *, bias: bool = False) -> None:
+        super().__init__(in_size, out_size, bias=bias)
         self._tensor = tensor
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in_size] to [..., out_size]."""
-        return self._tensor.total(super().forward(x), in_order=self.mode == "row_invariant")
+        total = self._tensor.total(self.product(x, None), in_order=self.mode == "row_invariant")
+        return total if self.bias is None else total + self.bias
 
 
 class ShardedExperts(Experts):
@@ -109,11 +115,12 @@ def require_shares(contract: TargetContract, size: int) -> None:
         ConfigError: names what does not come out even.
     """
     kimi = contract.kimi
-    assert kimi is not None, "the caller chooses by this field"
     counts = {"num_attention_heads": contract.num_heads, "intermediate_size": contract.intermediate_size}
-    if kimi.delta is not None:
+    if kimi is None:
+        counts["num_key_value_heads"] = contract.num_kv_heads
+    if kimi is not None and kimi.delta is not None:
         counts["linear_attn_config.num_heads"] = kimi.delta.num_heads
-    if kimi.experts is not None:
+    if kimi is not None and kimi.experts is not None:
         counts["num_experts"] = kimi.experts.num_experts
         counts["width of the shared experts"] = kimi.experts.num_shared_experts * kimi.experts.intermediate_size
     uneven = [f"{name} {count}" for name, count in counts.items() if count % size]
@@ -130,17 +137,20 @@ def require_shares(contract: TargetContract, size: int) -> None:
 def share_of(contract: TargetContract, size: int) -> TargetContract:
     """The contract of one rank's part: sizes of what it has of each layer; experts and vocabulary are not in it."""
     kimi = contract.kimi
-    assert kimi is not None, "the caller chooses by this field"
-    delta = None if kimi.delta is None else dataclasses.replace(kimi.delta, num_heads=kimi.delta.num_heads // size)
+    if kimi is not None and kimi.delta is not None:
+        delta = dataclasses.replace(kimi.delta, num_heads=kimi.delta.num_heads // size)
+        kimi = dataclasses.replace(kimi, delta=delta)
     return dataclasses.replace(
         contract,
         num_heads=contract.num_heads // size,
+        # of a Kimi target this says nothing: latents are every head's
+        num_kv_heads=contract.num_kv_heads // size if kimi is None else contract.num_kv_heads,
         intermediate_size=contract.intermediate_size // size,
-        kimi=dataclasses.replace(kimi, delta=delta),
+        kimi=kimi,
     )
 
 
-def sharded_stage(contract: TargetContract, start: int, end: int, tensor: TensorGroup) -> KimiStage:
+def sharded_stage(contract: TargetContract, start: int, end: int, tensor: TensorGroup) -> KimiStage | DenseStage:
     """A stage of which this rank has a part; its weights are not set.
 
     Args:
@@ -152,7 +162,8 @@ def sharded_stage(contract: TargetContract, start: int, end: int, tensor: Tensor
         ConfigError: there are no such layers, or they cannot be shared out.
     """
     require_shares(contract, tensor.size)
-    stage = KimiStage(share_of(contract, tensor.size), start, end)
+    family = DenseStage if contract.kimi is None else KimiStage
+    stage = family(share_of(contract, tensor.size), start, end)
     if tensor.size == 1:
         return stage
     shard = vocabulary_shard(contract, tensor)
@@ -160,8 +171,10 @@ def sharded_stage(contract: TargetContract, start: int, end: int, tensor: Tensor
         stage.embed_tokens = ShardedEmbedding(shard, contract.hidden_size, tensor)
     if stage.lm_head is not None:
         stage.lm_head = Linear(contract.hidden_size, shard.num_rows)
+    if isinstance(stage, DenseStage):
+        stage.tie()
     for layer in stage.layers[start:end]:
-        assert isinstance(layer, KimiLayer)
+        assert isinstance(layer, (KimiLayer, DecoderLayer))
         layer.self_attn.o_proj = _reduced(layer.self_attn.o_proj, tensor)
         if isinstance(layer.mlp, MixtureOfExperts):
             _share_mixture(layer.mlp, contract, tensor)
@@ -184,4 +197,4 @@ def _share_mixture(mixture: MixtureOfExperts, contract: TargetContract, tensor: 
 def _reduced(linear: Linear, tensor: TensorGroup) -> ReducedLinear:
     out_size, in_size = linear.weight.shape
     with torch.device(linear.weight.device):
-        return ReducedLinear(in_size, out_size, tensor)
+        return ReducedLinear(in_size, out_size, tensor, bias=linear.bias is not None)

@@ -24,6 +24,7 @@ from paceline.distributed.stage_pass import StagePass
 from paceline.models.attends import WholeSequence
 from paceline.models.layers import Attend, Linear, LinearMode, RMSNorm, score_rows
 from paceline.models.taps import TapCollector
+from paceline.models.targets.stage import logit_scale
 
 Ask = Callable[[Tensor, TapCollector], Tensor]
 
@@ -43,8 +44,7 @@ class TargetEnds(nn.Module):
 
     def __init__(self, contract: TargetContract, embedding_VD: Tensor, head: Linear, norm: RMSNorm, ask: Ask) -> None:
         super().__init__()
-        assert contract.kimi is not None
-        self.contract, self.logit_scale = contract, contract.kimi.logit_scale
+        self.contract, self.logit_scale = contract, logit_scale(contract)
         self.aux_hidden_streams: frozenset[AuxHiddenStream] = contract.aux_hidden_streams
         self.embed_tokens = nn.Embedding.from_pretrained(embedding_VD)
         self.lm_head, self.norm, self._ask = head, norm, ask

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor, nn
 
@@ -25,12 +23,8 @@ def empty_target(
     with torch.device("meta"):
         model = TARGETS[contract.architecture](contract)
     materialise(model, dtype, device)
-    if not isinstance(model, DenseTarget):
-        return model.eval()
-    if contract.tie_word_embeddings:
-        model.lm_head.weight = cast(nn.Parameter, model.embed_tokens.weight)
-    table = position_table(contract.rope, contract.head_size, contract.max_position_embeddings)
-    model.position_table = table.to(device)
+    if isinstance(model, DenseTarget):
+        model.settle(device)
     return model.eval()
 
 

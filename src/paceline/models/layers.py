@@ -77,12 +77,16 @@ class Linear(Block):
         """Map [..., in_size] to [..., out_size]."""
         if self._native is not None:
             return native_rows.linear(x, self._native)
+        return self.product(x, self.bias)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The same, with another bias or none, for whoever has to add it later."""
         if self.mode == "row_invariant":
-            return linear_row_invariant(x, self.weight, self.bias, packed=self._packed)
+            return linear_row_invariant(x, self.weight, bias, packed=self._packed)
         if self._packed is not None:
-            return linear_packed(x, self._packed, self.bias)
+            return linear_packed(x, self._packed, bias)
         # Rows that are a slice of others would be multiplied request by request, each reading the weight once more.
-        return functional.linear(x.contiguous(), self.weight, self.bias)
+        return functional.linear(x.contiguous(), self.weight, bias)
 
     @property
     def packed(self) -> Tensor | None:
@@ -359,11 +363,15 @@ class DecoderLayer(nn.Module):
         self._fused: FusedLayer | None = None
 
     def set_mode(self, mode: LinearMode) -> None:
-        """Take the form of the mode where there is one; the parts have their arithmetic already."""
+        """Take the form of the mode where there is one; the parts have their arithmetic already.
+
+        A form reads the parts' weights and never calls them, so one that does more than its weight says has none.
+        """
         parts = self.input_layernorm, self.self_attn, self.post_attention_layernorm, self.mlp
-        self._flat = flatten(*parts) if mode == "packed" else None
-        self._native = native_layer(*parts) if mode == "native" else None
-        self._fused = fuse(*parts) if mode == "fused" else None
+        is_plain = type(self.self_attn.o_proj) is Linear and type(self.mlp.down_proj) is Linear
+        self._flat = flatten(*parts) if mode == "packed" and is_plain else None
+        self._native = native_layer(*parts) if mode == "native" and is_plain else None
+        self._fused = fuse(*parts) if mode == "fused" and is_plain else None
 
     @property
     def fused(self) -> FusedLayer | None:

@@ -32,9 +32,10 @@ def fill_target(model: nn.Module, contract: TargetContract, path: Path) -> None:
     """
     parameters = dict(model.named_parameters())
     if contract.kimi is None:
-        source = open_gguf(path) if path.suffix == ".gguf" else open_safetensors(path)
         destinations = dense_target_destinations(contract)
-        load_strict(parameters, source, destinations, ignored=dense_target_ignored(contract), copy=copy_weight)
+        load_strict(
+            parameters, open_dense(path), destinations, ignored=dense_target_ignored(contract), copy=copy_weight
+        )
         return
     source = open_kimi_folder(contract, path)
     destinations = {slot.name: slot.destination for slot in kimi_slots(contract)}
@@ -72,6 +73,15 @@ def load_stage(
     if stage.boundary is not None and set(names) <= set(source.names()):
         stage.boundary.set(*(source.load(name) for name in names))
     return stage.eval()
+
+
+def open_dense(path: Path) -> TensorSource:
+    """The tensors of a dense target's folder or `.gguf` file under their published names.
+
+    Raises:
+        CheckpointError: there are none, or they cannot be read.
+    """
+    return open_gguf(path) if path.suffix == ".gguf" else open_safetensors(path)
 
 
 def open_kimi_folder(contract: TargetContract, path: Path) -> TensorSource:

@@ -37,7 +37,8 @@ from paceline.models.attends import WholeSequence
 from paceline.models.layers import set_linear_mode
 from paceline.models.stepwise import StepwiseContext
 from paceline.models.taps import TapCollector
-from paceline.models.targets.kimi_stage import HandOver, KimiStage
+from paceline.models.targets.kimi_stage import KimiStage
+from paceline.models.targets.stage import HandOver
 from paceline.training.ranks import Ranks
 
 CPU = torch.device("cpu")

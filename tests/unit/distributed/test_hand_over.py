@@ -8,7 +8,7 @@ from tests.tiny_kimi import kimi_contract, small_kimi_config
 
 from paceline.checkpoint.contract import CaptureId
 from paceline.distributed.hand_over import num_bank_rows, pack, unpack
-from paceline.models.targets.kimi_stage import HandOver
+from paceline.models.targets.stage import HandOver
 
 
 @pytest.mark.parametrize(("border", "num_rows"), [(1, 1), (8, 1), (9, 2), (16, 2), (31, 4)])

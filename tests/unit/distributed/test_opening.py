@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from tests.tiny import tiny_target
 from tests.tiny_kimi import (
     k3_tiny_config,
     kimi_target,
@@ -17,7 +16,7 @@ from tests.tiny_kimi import (
     multimodal_target,
     write_kimi,
 )
-from tests.tiny_run import write_target_folder, write_tokenizer
+from tests.tiny_run import write_tokenizer
 from tests.unit.distributed import spread
 from tests.unit.distributed.spread import CPU, Case, decode, decode_cases, refuse_cases
 from tests.unit.training.processes import run_ranks, values
@@ -38,7 +37,6 @@ def others(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_kimi(folder / "boundary", config, kept)
     for name in ("weights", "config", "boundary"):
         write_tokenizer(folder / name, config["vocab_size"])
-    write_target_folder(folder / "dense", tiny_target())
     return folder
 
 
@@ -60,7 +58,6 @@ def test_disagreements_are_refused_on_every_rank_before_a_weight_is_read(
     one_sided: dict[str, Sequence[Case]] = {
         "there is no target named": (two, {**two, "target": str(tmp_path / "nowhere")}),
         "cuts ascend": ({**two, "borders": (9,)}, two),
-        "is not cut over ranks": ({**two, "target": str(others / "dense")}, two),
         "take 4 processes; this run has 2": ({**two, "num_stages": 4},) * 2,
         "cannot share": ({"tensor_size": 3},) * 2,
         "8 layers": ({"num_stages": 9},) * 2,
@@ -130,8 +127,3 @@ def test_a_multimodal_target_answers_text_as_its_text_model(
     write_tokenizer(folder, 512)
     found = decode(World(0, 1, CPU), models, {"target": str(folder)})
     assert found.get("tokens") == plain["float32"]["tokens"], found
-
-
-def test_a_dense_target_says_where_it_can_be_run(others: Path, models: Path) -> None:
-    found = decode(World(0, 1, CPU), models, {"target": str(others / "dense")})
-    assert found["error"] == "CompatibilityError" and "paceline generate" in found["told"]

@@ -5,29 +5,20 @@ B requests, T tokens, D width, V vocabulary.
 
 from __future__ import annotations
 
-from typing import ClassVar, cast
+from typing import ClassVar
 
 from torch import Tensor, nn
 
 from paceline.checkpoint.contract import AuxHiddenStream, CaptureId, TargetContract
 from paceline.models.fused_layer import FusedLayer, run_fused
-from paceline.models.layers import (
-    Attend,
-    DecoderLayer,
-    Linear,
-    LinearMode,
-    RMSNorm,
-    fused_layers,
-    score_rows,
-)
-from paceline.models.positions import position_table
+from paceline.models.layers import Attend, Linear, LinearMode, RMSNorm, fused_layers, score_rows
 from paceline.models.taps import TapCollector
+from paceline.models.targets.dense_stage import DenseStage
 from paceline.ops.embed_rows import embed_rows
 from paceline.ops.paged_attention import PagedAttend
-from paceline.ops.rotary import expand_rotary
 
 
-class DenseTarget(nn.Module):
+class DenseTarget(DenseStage):
     """A pre-norm decoder with grouped-query attention and a gated MLP.
 
     Args:
@@ -37,32 +28,12 @@ class DenseTarget(nn.Module):
 
     supports_eagle3: ClassVar[bool] = True
     aux_hidden_streams: ClassVar[frozenset[AuxHiddenStream]] = frozenset({"prefix"})
+    embed_tokens: nn.Embedding
+    norm: RMSNorm
+    lm_head: Linear
 
     def __init__(self, contract: TargetContract, *, max_positions: int | None = None) -> None:
-        super().__init__()
-        self.contract = contract
-        self.embed_tokens = nn.Embedding(contract.vocab_size, contract.hidden_size)
-        self.layers = nn.ModuleList(
-            DecoderLayer(
-                hidden_size=contract.hidden_size,
-                intermediate_size=contract.intermediate_size,
-                num_heads=contract.num_heads,
-                num_kv_heads=contract.num_kv_heads,
-                head_size=contract.head_size,
-                eps=contract.rms_norm_eps,
-                attention_bias=contract.attention_bias,
-                mlp_bias=contract.mlp_bias,
-                qk_norm=contract.has_qk_norm,
-            )
-            for _ in range(contract.num_layers)
-        )
-        self.norm = RMSNorm(contract.hidden_size, contract.rms_norm_eps)
-        self.lm_head = Linear(contract.hidden_size, contract.vocab_size)
-        if contract.tie_word_embeddings:
-            self.lm_head.weight = cast(nn.Parameter, self.embed_tokens.weight)
-        self.position_table: Tensor
-        table = position_table(contract.rope, contract.head_size, max_positions or contract.max_position_embeddings)
-        self.register_buffer("position_table", table, persistent=False)
+        super().__init__(contract, 0, contract.num_layers, max_positions=max_positions)
         self._fused: list[FusedLayer] = []
 
     def set_mode(self, mode: LinearMode) -> None:
@@ -96,15 +67,8 @@ class DenseTarget(nn.Module):
             assert taps.stream in self.aux_hidden_streams, f"no stream {taps.stream!r}: ask `require_taps`"
         if self._fused and isinstance(attend, PagedAttend):
             return self._forward_fused(token_ids_BT, positions_BT, attend, taps)
-        x = self.embed_tokens(token_ids_BT)
-        if taps is not None:
-            taps.observe(0, x)
-        rows = expand_rotary(self.position_table[positions_BT], x.dtype)
-        for index, layer in enumerate(self.layers):
-            x = layer(x, rows, attend, index)
-            if taps is not None:
-                taps.observe(index + 1, x)
-        hidden: Tensor = self.norm(x)
+        stream = self.run(self.begin(self.embed_tokens(token_ids_BT), positions_BT), attend, taps)
+        hidden: Tensor = self.norm(self.finish(stream, taps))
         return hidden
 
     def _forward_fused(

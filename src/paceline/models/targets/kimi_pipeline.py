@@ -17,7 +17,8 @@ from paceline.models.layers import score_rows
 from paceline.models.taps import TapCollector
 from paceline.models.targets.kimi import KimiTarget
 from paceline.models.targets.kimi_layer import ResidualStream
-from paceline.models.targets.kimi_stage import HandOver, KimiStage
+from paceline.models.targets.kimi_stage import KimiStage
+from paceline.models.targets.stage import HandOver
 
 
 def stage_ranges(num_layers: int, borders: Sequence[int]) -> list[tuple[int, int]]:

@@ -13,8 +13,7 @@ B requests, T rows, D width, J bank rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,28 +21,14 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.contract import AuxHiddenStream, CaptureId, TargetContract
 from paceline.checkpoint.kimi_names import boundary_names
-from paceline.errors import CheckpointError, ConfigError
+from paceline.errors import CheckpointError
 from paceline.models.capabilities import check_capture_ids
 from paceline.models.hybrid import HybridAttend
 from paceline.models.layers import Linear, RMSNorm
 from paceline.models.taps import TapCollector
 from paceline.models.targets.kimi_layer import KimiLayer, MixtureScores, ResidualStream, num_closed_blocks
+from paceline.models.targets.stage import HandOver, require_layers
 from paceline.ops.attention_residual import attention_residual, fold_delta, score_weights, tap_attention_residual
-
-
-@dataclass(frozen=True)
-class HandOver:
-    """What crosses from one stage to the next.
-
-    Attributes:
-        prefix_BTD: with nothing pending.
-        bank_BTJD: closed blocks, all of them written; None with an ordinary residual.
-        taps: of all stages so far, by capture id.
-    """
-
-    prefix_BTD: Tensor
-    bank_BTJD: Tensor | None
-    taps: Mapping[CaptureId, Tensor]
 
 
 class BoundaryScores(nn.Module):
@@ -96,12 +81,7 @@ class KimiStage(nn.Module):
         super().__init__()
         kimi = contract.kimi
         assert kimi is not None, "the table chooses this class by architecture"
-        if not 0 <= start < end <= contract.num_layers:
-            raise ConfigError(
-                f"a stage of layers {start} to {end - 1} was asked for; the target has layers 0 to "
-                f"{contract.num_layers - 1}, and a stage at least one",
-                origin={"target": contract.origin},
-            )
+        require_layers(contract, start, end)
         self.contract, self.start, self.end = contract, start, end
         self.block_size = kimi.residual_block_size
         self.embed_tokens = nn.Embedding(contract.vocab_size, contract.hidden_size) if start == 0 else None
@@ -149,12 +129,12 @@ class KimiStage(nn.Module):
             )
         self._prepared = (tuple(capture_ids), stream)
 
-    def begin(self, embeddings_BTD: Tensor) -> ResidualStream:
-        """The stream before layer 0."""
+    def begin(self, embeddings_BTD: Tensor, positions_BT: Tensor | None = None) -> ResidualStream:
+        """The stream before layer 0; order is all that these layers know, and `attend` has it."""
         return ResidualStream(embeddings_BTD, None, self._new_bank(embeddings_BTD))
 
-    def receive(self, handed: HandOver) -> ResidualStream:
-        """The stream before this stage's first layer, from what the stage before handed over."""
+    def receive(self, handed: HandOver, positions_BT: Tensor | None = None) -> ResidualStream:
+        """The stream before this stage's first layer, from what the stage before handed over; positions as there."""
         prefix_BTD, bank_BTJD = handed.prefix_BTD, self._new_bank(handed.prefix_BTD)
         if bank_BTJD is None or self.block_size is None:
             return ResidualStream(prefix_BTD)
