@@ -6,8 +6,9 @@
 A JSONL file gives the first turns of its prompts, a token file its held-out conversations, which no drafter was
 trained on; files of one name are one set, taken in turn. Greedy and at temperature 1, answers end where the target ends
 them, or after `--max-tokens`; the prefix cache is off. Two engines, with the drafter and without it, answer the same
-prompts in closed loops (a request that ends is replaced at once): a loop of each to warm up, then plain, speculative,
-speculative, plain. How much is drafted follows `--draft-length`.
+prompts in closed loops (a request that ends is replaced at once): plain, speculative, speculative, plain. Before that
+both run such loops until nothing is compiled or recorded any more, three at most. How much is drafted follows
+`--draft-length`, how drafts are judged at temperature 1 `--verify-method`.
 
 * `plain_tokens_per_second`, `speculative_tokens_per_second`: all tokens over all time, prompt passes included.
 * `ratio`, `low`, `high`: median over prompts of the speed that a reader sees after the first token, speculative over
@@ -16,6 +17,8 @@ speculative, plain. How much is drafted follows `--draft-length`.
 * `..._ttft_ms_p50`, `..._tpot_ms_p50`, `..._p99`: time to the first token, and per token behind it, over requests.
 * `noise`: how far the two plain rounds lie apart. `num_same`: greedy texts that are equal in both modes; in bf16 a
   near-tie may fall either way. `num_replayed` steps of the speculative rounds came from recordings, of `num_steps`.
+* `num_prompts_replayed`: passes of prompts in both modes' rounds that came from recordings, of `num_prompt_passes`
+  where these are recorded; `num_late_recordings` were made in the rounds, which should be none: each costs tens of ms.
 
 Rows are on disk as soon as they are known; what the time does not suffice for is left out, and named.
 """
@@ -45,6 +48,7 @@ from benchmarks.results import describe_machine, make_result, text_table
 from benchmarks.serving_rows import Loop, decode_tokens_per_second, round_noise, tokens_per_second
 
 from paceline.errors import EXIT_DONE
+from paceline.ops.acceptance import VERIFY_METHODS
 from paceline.trace.acceptance import AcceptanceSummary
 
 if TYPE_CHECKING:
@@ -56,7 +60,8 @@ KEY = ("drafter", "set", "temperature", "concurrency")
 PLAIN, SPECULATIVE = "plain", "speculative"
 _NUM_PROMPTS = {1: 32, 8: 64, 32: 128, 128: 256}  # a second or so of decoding each
 _PROMPTS_PER_SLOT = 2  # at another concurrency
-_NUM_WARM_UP_PROMPTS = 4  # at least
+_MOST_WARM_UPS = 3
+_WARM_UP_TOKENS = 16  # of an answer at one request: whoever is alone meets no other shapes later
 _ROOM = 64  # positions beyond prompt and answer: the last block may reach past the budget
 _SHOWN = (
     "set",
@@ -76,6 +81,9 @@ _SHOWN = (
     "noise",
     "num_replayed",
     "num_steps",
+    "num_prompts_replayed",
+    "num_prompt_passes",
+    "num_late_recordings",
 )
 
 Prompts = Sequence[Sequence[int]]
@@ -116,6 +124,7 @@ def main(arguments: Sequence[str]) -> int:
         "draft_length": options.draft_length,
         "mode": options.mode,
         "record_prompts": options.record_prompts,
+        "verify_method": options.verify_method,
         "max_tokens": options.max_tokens,
         "rounds": options.rounds,
         "prefill_chunk_size": PREFILL_CHUNK_SIZE,
@@ -127,11 +136,13 @@ def main(arguments: Sequence[str]) -> int:
         if time.monotonic() - began_s > options.seconds:
             left_out.append(cell.label)
             continue
+        cell_began_s = time.monotonic()
         with guarded(cell.label):
             row = measure(engines, cell, options)
             result.put({"drafter": name_of(options.draft_model), **row})
             shown = text_table([row], _SHOWN).splitlines()
             say(shown[0] + "\n" + shown[1])
+            say(f"{cell.label}: {time.monotonic() - cell_began_s:.1f} s")
     if len(result.rows) == len(wanted):
         result.finish()
     print(text_table(result.rows, _SHOWN), flush=True)
@@ -149,6 +160,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--mode", choices=MODES, default=DEFAULT, help="recorded steps, eager ones, or what is usual")
     parser.add_argument("--record-prompts", action="store_true", help="record passes of prompts as well")
+    parser.add_argument("--verify-method", choices=VERIFY_METHODS, default="standard", help="default standard")
     parser.add_argument("--draft-length", choices=("adaptive", "fixed"), default="adaptive")
     add_set_argument(parser, required=False)
     parser.add_argument("--concurrency", type=positive, nargs="+", default=list(_NUM_PROMPTS))
@@ -208,15 +220,19 @@ def make_engines(
     return {
         PLAIN: Engine(target, None, engine_settings(options.mode, **settings)),
         SPECULATIVE: Engine(
-            target, drafter, engine_settings(options.mode, draft_length=options.draft_length, **settings)
+            target,
+            drafter,
+            engine_settings(
+                options.mode, draft_length=options.draft_length, verify_method=options.verify_method, **settings
+            ),
         ),
     }
 
 
 def cells(sets: Mapping[str, Prompts], options: argparse.Namespace) -> Iterator[Cell]:
-    """Greedy text first, and the fewest requests first, for the case that time runs out."""
-    for temperature in options.temperatures:
-        for concurrency in options.concurrency:
+    """The fewest requests first, for the case that time runs out."""
+    for concurrency in options.concurrency:
+        for temperature in options.temperatures:
             for name, prompts in sets.items():
                 asked = list(itertools.islice(itertools.cycle(prompts), num_prompts(options, concurrency)))
                 yield Cell(name, asked, temperature, concurrency)
@@ -224,20 +240,42 @@ def cells(sets: Mapping[str, Prompts], options: argparse.Namespace) -> Iterator[
 
 def measure(engines: Mapping[str, Engine], cell: Cell, options: argparse.Namespace) -> dict[str, object]:
     """Warm both modes up, run them there and back, and say what came of it."""
-    warm_up = max(_NUM_WARM_UP_PROMPTS, _PROMPTS_PER_SLOT * cell.concurrency)
     for engine in engines.values():
-        run_loop(engine, cell.prompts[:warm_up], cell, options.max_tokens)
+        warm_up(engine, cell, options.max_tokens)
     loops: dict[str, list[Loop]] = {name: [] for name in engines}
-    before = engines[SPECULATIVE].stats()
+    before = {name: engine.stats() for name, engine in engines.items()}
     for round_index in range(options.rounds):
         names = list(engines)
         for name in names if round_index % 2 == 0 else reversed(names):
             loops[name].append(run_loop(engines[name], cell.prompts, cell, options.max_tokens))
-    after = engines[SPECULATIVE].stats()
+    after = {name: engine.stats() for name, engine in engines.items()}
+
+    def added(field: str, *names: str) -> int:
+        return sum(getattr(after[name], field) - getattr(before[name], field) for name in names or engines)
+
+    num_prompts_replayed = added("num_replayed_prompts")
     return make_row(cell, loops[PLAIN], loops[SPECULATIVE]) | {
-        "num_replayed": after.num_replayed_steps - before.num_replayed_steps,
-        "num_steps": after.num_steps - before.num_steps,
+        "num_replayed": added("num_replayed_steps", SPECULATIVE),
+        "num_steps": added("num_steps", SPECULATIVE),
+        "num_prompts_replayed": num_prompts_replayed,
+        "num_prompt_passes": num_prompts_replayed + added("num_unrecorded_prompts"),
+        "num_late_recordings": added("num_recordings"),
     }
+
+
+def warm_up(engine: Engine, cell: Cell, max_tokens: int) -> int:
+    """Run loops until one has met no shape that is new, or that was not recorded yet; returns how many it took."""
+    if cell.concurrency == 1:
+        max_tokens = min(max_tokens, _WARM_UP_TOKENS)
+    known = -1
+    for num_loops in range(_MOST_WARM_UPS):
+        stats = engine.stats()
+        found = stats.num_recordings + stats.num_unrecorded_steps + stats.num_unrecorded_prompts
+        if found == known:
+            return num_loops
+        known = found
+        run_loop(engine, cell.prompts, cell, max_tokens)
+    return _MOST_WARM_UPS
 
 
 def run_loop(engine: Engine, prompts: Prompts, cell: Cell, max_tokens: int) -> Loop:

@@ -76,6 +76,11 @@ class EngineStats(BlockStats, ComponentStats):
         num_replayed_steps: decode steps that were played back from one.
         num_unrecorded_steps: decode steps that were not, where steps are recorded: the first of each shape, and those
             that cannot be.
+        num_replayed_prompts: passes of prompts that were played back.
+        num_unrecorded_prompts: passes of prompts that were not, where these are recorded: the first of each shape,
+            those of long prompts, and chunks before a prompt's last.
+        num_failed_recordings: shapes of steps and passes whose capture failed, which the log explains; they run
+            unrecorded.
         num_listed_ids: ids of the short list that drafts are chosen from; None where it is all that the drafter can.
         listed_share: share of the counted tokens that the list covers.
         alarm: whether drafting earns too little, see `alarm.py`.
@@ -104,6 +109,9 @@ class EngineStats(BlockStats, ComponentStats):
     num_recordings: int
     num_replayed_steps: int
     num_unrecorded_steps: int
+    num_replayed_prompts: int
+    num_unrecorded_prompts: int
+    num_failed_recordings: int
     num_listed_ids: int | None = None
     listed_share: float | None = None
     alarm: AlarmState = field(default_factory=AlarmState)
@@ -117,6 +125,7 @@ class Counters:
         self.num_finished = self.num_aborted = self.num_numeric_errors = self.num_dead_ends = 0
         self.num_undrafted = self.num_impossible_drafts = self.num_spoiled_blocks = self.num_held_back = 0
         self.num_recordings = self.num_replayed_steps = self.num_unrecorded_steps = 0
+        self.num_replayed_prompts = self.num_unrecorded_prompts = self.num_failed_recordings = 0
         self.total_step_ms = 0.0
         # How many steps drafted, and kept, exactly so many: a step adds to two numbers, not to one per position.
         self._drafted = [0] * (num_draft_tokens + 1)
@@ -174,6 +183,9 @@ class Counters:
             num_recordings=self.num_recordings,
             num_replayed_steps=self.num_replayed_steps,
             num_unrecorded_steps=self.num_unrecorded_steps,
+            num_replayed_prompts=self.num_replayed_prompts,
+            num_unrecorded_prompts=self.num_unrecorded_prompts,
+            num_failed_recordings=self.num_failed_recordings,
             num_listed_ids=None if short_list is None else len(short_list.ids_V),
             listed_share=None if short_list is None else short_list.coverage,
             alarm=planner.alarm.state,

@@ -221,6 +221,7 @@ class Recorded:
                 counters.num_recordings += 1
             except Exception as error:  # whatever it is, the work itself can still be done
                 self._cannot_be_recorded = True
+                counters.num_failed_recordings += 1
                 _log.error("%s cannot be recorded: %s", self._name, error)
         self._was_done = True
         return self._body() if self._recording is None else self._recording.replay()

@@ -27,7 +27,7 @@ from paceline.ops.acceptance import VerifyMethod
 
 _FEWEST_ROWS = 16
 _MOST_TOKENS = 4096  # of a recorded pass, padding included: above, launches cost nothing beside the arithmetic
-_MOST_RECORDINGS = 32
+_MOST_RECORDINGS = 64  # of different shapes; the one that was not used for longest goes first
 
 
 class PromptKey(NamedTuple):
@@ -72,6 +72,17 @@ class PromptRunner:
         """Whether passes are padded to buckets and recorded."""
         return self._record is not None
 
+    def has_room(self, num_requests: int, longest: int) -> bool:
+        """Whether a pass of so many prompts is small enough to be recorded; where nothing is recorded, all are.
+
+        Args:
+            num_requests: its prompts.
+            longest: tokens of the longest.
+        """
+        if self._record is None or num_requests > self._buckets[-1]:
+            return self._record is None
+        return self._bucket(num_requests) * _num_rows(longest) <= _MOST_TOKENS
+
     def run(self, chunks: Sequence[PrefillChunk], flags: SamplingFlags, *, writes_context: bool) -> StepOutput:
         """Run a pass.
 
@@ -82,7 +93,9 @@ class PromptRunner:
         """
         parts = self._parts
         key = self._key(chunks, flags, writes_context=writes_context)
-        if self._record is None or key.num_requests * key.num_rows > _MOST_TOKENS or not self._can_record(key):
+        longest = max(len(chunk.token_ids) for chunk in chunks)
+        if self._record is None or not self.has_room(len(chunks), longest) or not self._can_record(key):
+            self._counters.num_unrecorded_prompts += self._record is not None
             proposer = parts.proposer if writes_context else None
             return prefill_prompts(parts.target.model, proposer, parts.cache, parts.state, parts.choice, chunks, flags)
         work = self._works.get(key)
@@ -94,6 +107,8 @@ class PromptRunner:
         parts.require_fixed()
         work.fill(chunks)
         output: StepOutput = work.recorded.do(self._record, self._counters)
+        self._counters.num_replayed_prompts += work.recorded.is_recorded
+        self._counters.num_unrecorded_prompts += not work.recorded.is_recorded
         return replace(output, num_requests=len(chunks))
 
     def drop(self) -> None:
@@ -103,14 +118,17 @@ class PromptRunner:
     def _key(self, chunks: Sequence[PrefillChunk], flags: SamplingFlags, *, writes_context: bool) -> PromptKey:
         longest = max(len(chunk.token_ids) for chunk in chunks)
         return PromptKey(
-            next(bucket for bucket in self._buckets if bucket >= len(chunks)),
-            max(_FEWEST_ROWS, 1 << (longest - 1).bit_length()),
+            self._bucket(len(chunks)),
+            _num_rows(longest),
             flags,
             writes_context,
             any(chunk.context_start > 0 for chunk in chunks),
             chunks[0].verify_method,
             self._parts.state.tokens.places() if flags.any_rules else (),
         )
+
+    def _bucket(self, num_requests: int) -> int:
+        return next(bucket for bucket in self._buckets if bucket >= num_requests)
 
     def _can_record(self, key: PromptKey) -> bool:
         proposer, cache = self._parts.proposer, self._parts.cache
@@ -123,6 +141,11 @@ class PromptRunner:
                 return False
             caches += [] if proposer.cache is None else [proposer.cache]
         return all(can_attend_paged(cache) for cache in caches)
+
+
+def _num_rows(longest: int) -> int:
+    """Of each prompt in a pass, padding included."""
+    return max(_FEWEST_ROWS, 1 << (longest - 1).bit_length())
 
 
 class _Pass:

@@ -117,6 +117,8 @@ class PromptPasses:
             # A prompt that begins like another may find in the prefix cache what that one leaves there.
             if size > num_left or is_mostly_padding or beginning in beginnings:
                 break
+            if not self._runner.has_room(len(others) + 2, longest):
+                break  # several passes from recordings take less time than a large one that is launched bit by bit
             admitted = self._admit()
             if admitted is not first or _wants_context(admitted) != _wants_context(request):
                 break  # whoever got a slot comes next, alone
@@ -129,6 +131,7 @@ class PromptPasses:
 
     def _run_chunk(self, request: RunningRequest, end: int) -> None:
         started_s, timer = time.perf_counter(), PassTimer(self._parts.state.device)
+        self._counters.num_unrecorded_prompts += self._runner.is_recording
         parts = self._parts
         chunk = next_chunk(
             request,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ def test_rows_have_the_keys_that_readers_expect(tmp_path: Path, capsys: pytest.C
         assert 0 < row["low"] <= row["ratio"] <= row["high"] and row["acceptance_length"] >= 1
         assert row["num_same"] == (3 if row["temperature"] == 0 else None), "float32, row-invariant"
         assert row["drafted_share"] == 1.0 and row["num_replayed"] == 0 < row["num_steps"]
+        assert row["num_prompts_replayed"] == row["num_prompt_passes"] == row["num_late_recordings"] == 0
     assert "total_ratio" in capsys.readouterr().out
 
 
@@ -69,6 +71,35 @@ def test_time_runs_out_between_cells_and_a_cell_that_fails_costs_no_other(
     assert gpu_text.main([*SMALL, *arguments, "--seconds", "0"]) == 0
     captured = capsys.readouterr()
     assert "T 0, 1 at once FAILED" in captured.err and "no time was left for a, T 0, 2 at once" in captured.err
+
+
+def test_few_requests_come_before_many_and_both_temperatures_before_more_requests() -> None:
+    options = parse([*SMALL, "--temperatures", "0", "1"])
+    order = [
+        (cell.concurrency, cell.temperature, cell.set_name)
+        for cell in gpu_text.cells({"a": [[1]], "b": [[2]]}, options)
+    ]
+    assert order == [(c, t, name) for c in (1, 2) for t in (0.0, 1.0) for name in "ab"]
+
+
+@pytest.mark.parametrize(("new_shapes", "num_loops"), [([0], 1), ([4, 0], 2), ([4, 2, 1, 1], 3)])
+def test_warming_up_ends_once_nothing_is_new(
+    new_shapes: list[int], num_loops: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = SimpleNamespace(num_recordings=3, num_unrecorded_steps=5, num_unrecorded_prompts=0)
+    left, tokens = list(new_shapes), []
+
+    def run_loop(_engine: Any, _prompts: Any, _cell: Cell, max_tokens: int) -> None:
+        counts.num_unrecorded_prompts += left.pop(0)
+        tokens.append(max_tokens)
+
+    monkeypatch.setattr(gpu_text, "run_loop", run_loop)
+    engine: Any = SimpleNamespace(stats=lambda: SimpleNamespace(**vars(counts)))
+    assert gpu_text.warm_up(engine, Cell("s", [[1]], 0.0, 1), 128) == num_loops
+    assert tokens == [16] * num_loops
+    left[:] = [0]
+    gpu_text.warm_up(engine, Cell("s", [[1]], 0.0, 8), 128)
+    assert tokens[-1] == 128
 
 
 def test_files_of_one_name_are_taken_in_turn(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,8 @@ _VIEWS = """
     diagonal
 """
 _LAUNCHES_NOTHING = frozenset(_VIEWS.split())
+# What makes the host wait for the device, or copies between them.
+_ASKS = ("_local_scalar_dense", "item(", "nonzero", "masked_select", "unique", "_pin_memory", "is_nonzero", "equal(")
 _MAY_COPY = frozenset(("contiguous", "to", "reshape"))  # where there is nothing to do, the tensor itself
 
 
@@ -110,3 +112,17 @@ def take_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("paceline.ops.") and hasattr(module, "choose") and not name.endswith("dispatch"):
             monkeypatch.setattr(module, "choose", lambda _name, _tensor, _reference, kernel: kernel)
+
+
+def refusals(first: Sequence[str], second: Sequence[str]) -> list[str]:
+    """What would go wrong if work was captured the first time and played back for the second.
+
+    Args:
+        first: its launches.
+        second: the same work on other numbers.
+    """
+    asks = [call for call in first if call.startswith(_ASKS)]
+    asks += [call for call in first if "index(" in call and "[bool[" in call]
+    # of a number on the host
+    asks += [call for call in first if call.startswith(("index_put_(", "copy_(")) and "[]" in call]
+    return asks + [f"{one} became {other}" for one, other in zip(first, second, strict=False) if one != other]

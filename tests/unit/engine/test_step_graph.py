@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.unit.engine.step_benches import KINDS, Kind, StepBench
-from tests.unit.engine.step_calls import recorded, take_kernels
+from tests.unit.engine.step_calls import recorded, refusals, take_kernels
 from tests.unit.ops.conftest import let_the_interpreter_count
 
 from paceline.engine import slots as slots_module
@@ -22,8 +22,6 @@ from paceline.engine.slots import SlotState
 from paceline.ops import target_distribution
 
 PAGED = AttentionChoice(is_batched=True, is_row_invariant=False, is_paged=True)
-# What makes the host wait for the device, or copies between them.
-_ASKS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_pin_memory", "is_nonzero", "equal(")
 # Launches around the layers, at most.
 MOST_CALLS = {
     "plain greedy": 14,
@@ -64,12 +62,7 @@ def calls_of_two_steps(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> tuple[lis
 
 def differences(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What would go wrong if the first step were recorded and played back for the second."""
-    first, second = calls_of_two_steps(kind, monkeypatch)
-    asks = [call for call in first if call.startswith(_ASKS)]
-    asks += [call for call in first if "index(" in call and "[bool[" in call]
-    # of a number on the host
-    asks += [call for call in first if call.startswith(("index_put_(", "copy_(")) and "[]" in call]
-    return asks + [f"{one} became {other}" for one, other in zip(first, second, strict=False) if one != other]
+    return refusals(*calls_of_two_steps(kind, monkeypatch))
 
 
 @pytest.mark.usefixtures("interpreter")
