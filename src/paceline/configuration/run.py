@@ -31,6 +31,7 @@ from paceline.configuration.fields import (
 
 LossName = Literal["kl", "ce", "l1"]
 DrafterFamily = Literal["dflash", "dflash2", "dspark", "eagle3"]
+LATENT_FAMILIES = ("dflash2", "dspark")  # whose files have words for latent attention
 
 
 class TargetSettings(Settings):
@@ -84,6 +85,17 @@ class DrafterSettings(Settings):
         "vanilla", description="dspark: what weighs these scores; gated reads the row's state, rnn the block so far"
     )
     confidence_head: Flag = Field(True, description="dspark: whether it learns to foresee which drafts are kept")
+    kv_lora_rank: CountOrZero = Field(
+        0,
+        description="dspark, dflash2: channels of the latent row that stands for keys and values of all heads, as "
+        "in K3's drafters; 0 gives heads their own, and the four sizes that follow no meaning",
+    )
+    q_lora_rank: Count = Field(1536, description="latent attention: rank of the queries")
+    qk_nope_head_size: Count = Field(128, description="latent attention: channels of a head's queries without position")
+    qk_rope_head_size: Count = Field(
+        64, multiple_of=2, description="latent attention: channels that a position turns, one key of all heads"
+    )
+    v_head_size: Count = Field(128, description="latent attention: channels of a head's values")
     norm_before_residual: Flag = Field(True, description="eagle3: whether the first layer adds to the normed state")
     norm_output: Flag = Field(False, description="eagle3: whether the next pass starts from the normed state")
     own_head: Flag = Field(False, description="eagle3: train an output head instead of borrowing the target's")
@@ -145,6 +157,16 @@ class DrafterSettings(Settings):
             value = getattr(self, key)
             if self.family != family and value != neutral:
                 raise ValueError(f"{key} is {value!r}; family {self.family!r} has no such choice, {family!r} has")
+        if self.kv_lora_rank and self.family not in LATENT_FAMILIES:
+            raise ValueError(
+                f"kv_lora_rank is {self.kv_lora_rank}; family {self.family!r} has no latent attention, "
+                f"{' and '.join(map(repr, LATENT_FAMILIES))} have"
+            )
+        if self.kv_lora_rank and self.family == "dspark" and self.layout != "anchor_sampling":
+            raise ValueError(
+                f"layout is {self.layout!r}; a dspark drafter with latent attention (kv_lora_rank "
+                f"{self.kv_lora_rank}) has anchor_sampling alone"
+            )
         return self
 
     @property

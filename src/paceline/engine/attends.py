@@ -23,6 +23,7 @@ from paceline.engine.causal_attends import CausalBatched, CausalPerRequest
 from paceline.engine.native_attends import BlockNative, CausalNative, can_attend
 from paceline.engine.paged_attends import BlockPaged, CausalPaged, can_attend_paged
 from paceline.models.layers import Attend
+from paceline.ops.delta_prompts import PromptKernel
 from paceline.ops.dispatch import HAS_TRITON
 
 
@@ -36,24 +37,32 @@ class AttentionChoice:
         is_native: one native call for all requests, over their keys where they lie; a row's bits are its own as well.
         is_paged: one kernel for all requests, which finds their keys through the device's table; implies `is_batched`,
             as nothing is read on the host.
+        prompt_kernel: what runs the recurrence of prompts, where the target has one.
     """
 
     is_batched: bool
     is_row_invariant: bool
     is_native: bool = False
     is_paged: bool = False
+    prompt_kernel: PromptKernel = "auto"
 
     def __post_init__(self) -> None:
         assert self.is_batched or not self.is_paged, "a paged pass asks the device for nothing"
 
     @classmethod
     def for_device(
-        cls, device: torch.device, *, is_row_invariant: bool, is_native: bool = False, is_paged: bool = False
+        cls,
+        device: torch.device,
+        *,
+        is_row_invariant: bool,
+        is_native: bool = False,
+        is_paged: bool = False,
+        prompt_kernel: PromptKernel = "auto",
     ) -> AttentionChoice:
         """Pick the form for a device and an arithmetic; `is_paged` asks for that form on a CPU too."""
         is_paged = not is_row_invariant and (is_paged or (device.type == "cuda" and HAS_TRITON))
         is_batched = is_paged or (device.type != "cpu" and not is_row_invariant)
-        return cls(is_batched=is_batched, is_row_invariant=is_row_invariant, is_native=is_native, is_paged=is_paged)
+        return cls(is_batched, is_row_invariant, is_native, is_paged, prompt_kernel)
 
 
 def write_then_attend(

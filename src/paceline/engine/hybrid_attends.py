@@ -23,6 +23,7 @@ from paceline.engine.recurrent_state import RecurrentState
 from paceline.models.hybrid import DeltaProjections, DeltaWeights, LatentHeads, convolve
 from paceline.ops.causal_convolution import next_history
 from paceline.ops.delta_attention import DeltaForm, delta_attention, verify_delta
+from paceline.ops.delta_prompts import PromptKernel
 from paceline.ops.multi_head_latent_attention import absorbed_latent_attention, explicit_latent_attention
 from paceline.ops.paged_latent_attention import paged_latent_attention
 from paceline.ops.table_rows import table_rows
@@ -144,17 +145,28 @@ class PromptDelta:
         slots_B: int64, one per request; no slot twice.
         num_rows: T.
         form: of the recurrence.
+        kernel: what runs its chunked form on a GPU.
     """
 
-    def __init__(self, recurrent: RecurrentState, slots_B: Tensor, num_rows: int, form: DeltaForm) -> None:
-        self._recurrent, self._slots_B, self._num_rows, self._form = recurrent, slots_B, num_rows, form
+    def __init__(
+        self,
+        recurrent: RecurrentState,
+        slots_B: Tensor,
+        num_rows: int,
+        form: DeltaForm,
+        kernel: PromptKernel = "auto",
+    ) -> None:
+        self._recurrent, self._slots_B, self._num_rows = recurrent, slots_B, num_rows
+        self._form, self._kernel = form, kernel
 
     def __call__(self, place: int, rows: DeltaProjections, weights: DeltaWeights) -> Tensor:
         """Run one layer; `place` counts delta layers."""
         slots_B, form = self._slots_B, self._form
         states_SNKK, histories_SHC = (part[place] for part in self._recurrent.rows)
         inputs = convolve(rows, weights, histories_SHC, slots_B)
-        answers_BTNK, states_BNKK = delta_attention(inputs, weights.gate, states_SNKK[slots_B], form=form)
+        answers_BTNK, states_BNKK = delta_attention(
+            inputs, weights.gate, states_SNKK[slots_B], form=form, kernel=self._kernel
+        )
         states_SNKK.index_copy_(0, slots_B, states_BNKK.to(states_SNKK.dtype))
         histories_SHC.index_copy_(0, slots_B, next_history(rows.rows_BTC, histories_SHC[slots_B]))
         if place == len(self._recurrent.rows.states_LSNKK) - 1:
@@ -201,6 +213,7 @@ def attend_hybrid(
     num_rows: int,
     all_count: bool,
     cells_BT: Tensor | None = None,
+    prompt_kernel: PromptKernel = "auto",
 ) -> HybridPass:
     """Attention of one pass.
 
@@ -214,6 +227,7 @@ def attend_hybrid(
         num_rows: T.
         all_count: no row can be refused, as in a prompt.
         cells_BT: int64, physical rows that the rows go to, where they were looked up already.
+        prompt_kernel: what runs the recurrence of rows that all count.
     """
     latent: LatentForm
     if is_batched:
@@ -223,7 +237,8 @@ def attend_hybrid(
         latent = LatentPerRequest(cache.latents, slots, starts, num_rows, is_row_invariant=is_row_invariant)
     delta: StepDelta | PromptDelta | None = None
     if cache.recurrent is not None and all_count:
-        delta = PromptDelta(cache.recurrent, slots_B, num_rows, "recurrent" if is_row_invariant else "chunked")
+        form: DeltaForm = "recurrent" if is_row_invariant else "chunked"
+        delta = PromptDelta(cache.recurrent, slots_B, num_rows, form, prompt_kernel)
     elif cache.recurrent is not None:
         delta = StepDelta(cache.recurrent, slots_B, num_rows)
     return HybridPass(cache, latent, delta)

@@ -23,6 +23,7 @@ from paceline.engine.settings import (
     cache_sizes,
     context_length,
     draft_tokens_per_step,
+    prompt_kernel,
     recurrent_state_dtype,
     snapshot_sizes,
 )
@@ -161,6 +162,7 @@ def make_parts(
         is_row_invariant=mode == "row_invariant",
         is_native=mode == "native",
         is_paged=mode == "fused",
+        prompt_kernel=prompt_kernel(target, settings),
     )
     max_model_len = context_length(target, settings)
     num_draft_tokens = draft_tokens_per_step(drafter, proposer, settings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -18,6 +18,9 @@ from paceline.engine.start_checks import CANARY_MODES, CanaryMode
 from paceline.errors import ConfigError
 from paceline.models.loading import LoadedDrafter, LoadedTarget
 from paceline.ops.acceptance import VERIFY_METHODS, VerifyMethod
+from paceline.ops.delta_chunks import can_chunk_bound
+from paceline.ops.delta_fla import find_chunk_kda
+from paceline.ops.delta_prompts import PromptKernel
 
 DEFAULT_MAX_MODEL_LEN = 2048
 _SNAPSHOTS_PER_SLOT = 8  # a decoding request holds two of its own
@@ -60,6 +63,8 @@ class EngineSettings:
             either way. In bf16 they take half the room and half the reading; each pass rounds them once, plain decoding
             behind every token and a step behind all that it keeps, so greedy text need no longer be that of plain
             decoding where two tokens are nearly equal.
+        prompt_kernel: what runs the recurrence over the rows of a prompt on a GPU, see `ops/delta_prompts.py`: "auto"
+            goes by their number and by what is installed, "recurrent" gives the bits of decoding.
         max_num_waiting: requests that may wait beyond those for which slots are free; None sets no limit.
         max_itl_ms: how long prompt chunks may keep decoding requests waiting for their next tokens, their own step
             included; a chunk is then shorter than `prefill_chunk_size`, but a block at least. None sets no limit.
@@ -89,6 +94,7 @@ class EngineSettings:
     num_snapshots: int | None = None
     snapshot_spacing: int | None = None
     recurrent_state_dtype: RecurrentStateDtype = "float32"
+    prompt_kernel: PromptKernel = "auto"
     max_num_waiting: int | None = None
     max_itl_ms: float | None = None
     run_ahead: bool | None = None
@@ -118,6 +124,7 @@ class EngineSettings:
             ("draft_length", DRAFT_LENGTH_MODES),
             ("canary", CANARY_MODES),
             ("recurrent_state_dtype", tuple(_STATE_DTYPES)),
+            ("prompt_kernel", get_args(PromptKernel)),
         )
         for name, known in choices:
             if getattr(self, name) not in known:
@@ -244,6 +251,34 @@ def recurrent_state_dtype(target: LoadedTarget, settings: EngineSettings) -> tor
             hint="leaving it out",
         )
     return _STATE_DTYPES[asked]
+
+
+def prompt_kernel(target: LoadedTarget, settings: EngineSettings) -> PromptKernel:
+    """What runs the recurrence of a target's prompts.
+
+    Raises:
+        ConfigError: one was asked for that cannot run here, or for this target.
+    """
+    asked, kimi = settings.prompt_kernel, target.contract.kimi
+    delta = kimi.delta if kimi is not None else None
+    if asked in ("auto", "recurrent"):
+        return asked
+    weight, obstacle, hint = target.model.norm.weight, None, "prompt_kernel auto"
+    if delta is None:
+        obstacle = f"{target.contract.name} keeps no recurrent state"
+    elif weight.device.type != "cuda":
+        obstacle = f"the target is on {weight.device}, and kernels are for a GPU"
+    elif asked == "chunks" and not can_chunk_bound(delta.gate_lower_bound):
+        obstacle = f"gates are bounded by {delta.gate_lower_bound}, and chunks need a bound that float32 holds"
+    elif asked == "fla" and weight.dtype == torch.float32:
+        obstacle = "the target is in float32, and fla-core's kernels keep 16 bits in between"
+    elif asked == "fla" and find_chunk_kda() is None:
+        obstacle, hint = "fla-core is not installed, or does not go with torch and Triton", "pip install fla-core"
+    if obstacle is not None:
+        raise ConfigError(
+            f"prompt_kernel is {asked!r}; {obstacle}", origin={"target": target.contract.origin}, hint=hint
+        )
+    return asked
 
 
 def draft_tokens_per_step(drafter: LoadedDrafter | None, proposer: Proposer | None, settings: EngineSettings) -> int:

@@ -45,6 +45,7 @@ def attend_rows(cache: TargetCache, choice: AttentionChoice, rows: Rows, *, all_
             num_rows=rows.num_rows,
             all_count=all_count,
             cells_BT=rows.cells_BT,
+            prompt_kernel=choice.prompt_kernel,
         )
     return write_then_attend(
         cache,

@@ -22,6 +22,7 @@ from torch import Tensor
 from paceline.errors import ShapeError
 from paceline.ops.delta_commit import DeltaRecords
 from paceline.ops.delta_kernel import EVERY_STATE, LAST_STATE, NO_STATE, launch_delta
+from paceline.ops.delta_prompts import PromptKernel, run_prompt_kernel
 from paceline.ops.delta_rows import (
     DeltaGate,
     DeltaInputs,
@@ -56,9 +57,14 @@ def states_of(states_SNKV: Tensor, slots_B: Tensor | None) -> Tensor:
 
 
 def delta_attention_reference(
-    inputs: DeltaInputs, gate: DeltaGate, state_BNKV: Tensor, lengths_B: Tensor | None, form: DeltaForm
+    inputs: DeltaInputs,
+    gate: DeltaGate,
+    state_BNKV: Tensor,
+    lengths_B: Tensor | None,
+    form: DeltaForm,
+    kernel: PromptKernel = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """The definition, recurrent or chunked."""
+    """The definition, recurrent or chunked, whatever the kernel would be."""
     rows, state_BNKV = delta_rows(inputs, gate), widen(state_BNKV)
     if lengths_B is not None:
         rows = without_padding(rows, lengths_B)
@@ -113,9 +119,16 @@ def delta_snapshots_reference(
 
 
 def delta_attention_triton(
-    inputs: DeltaInputs, gate: DeltaGate, state_BNKV: Tensor, lengths_B: Tensor | None, form: DeltaForm
+    inputs: DeltaInputs,
+    gate: DeltaGate,
+    state_BNKV: Tensor,
+    lengths_B: Tensor | None,
+    form: DeltaForm,
+    kernel: PromptKernel = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """The recurrent kernel, whatever the form: on a GPU it takes one launch where chunks take dozens."""
+    """The recurrent kernel, or in chunks what `ops/delta_prompts.py` chooses."""
+    if form == "chunked":
+        return run_prompt_kernel(inputs, gate, state_BNKV, lengths_B, kernel)
     return launch_delta(inputs, gate, state_BNKV.contiguous(), None, lengths_B, None, LAST_STATE)
 
 
@@ -145,6 +158,7 @@ def delta_attention(
     *,
     form: DeltaForm,
     lengths_B: Tensor | None = None,
+    kernel: PromptKernel = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Run whole prompts or sequences.
 
@@ -153,9 +167,9 @@ def delta_attention(
         gate: parameters of the decay.
         state_BNKV: float32 or bf16, the state before the first row; None: zeros. It is not changed.
         form: "recurrent" gives the bits of `verify_delta` and `commit_delta` row by row, and the same ones for every
-            way to cut a text into passes; "chunked" agrees with it to rounding. On a GPU, where nothing is
-            differentiated, both are the recurrent kernel.
+            way to cut a text into passes; "chunked" agrees with it to rounding, on a GPU to that of `kernel`.
         lengths_B: int64; rows past them change nothing and have outputs of 0. None: all rows count.
+        kernel: what runs the chunked form on a GPU where nothing is differentiated, see `ops/delta_prompts.py`.
     Returns:
         [B, T, N, V] in v's dtype, and the float32 state [B, N, K, V] behind each request's last row. Differentiable.
     Raises:
@@ -175,7 +189,7 @@ def delta_attention(
     if needs_gradient(*inputs, gate.a_log_N, gate.dt_bias_NK, state_BNKV):
         return delta_attention_reference(inputs, gate, state_BNKV, lengths_B, form)
     run = choose("delta_attention", inputs.v_BTNV, delta_attention_reference, delta_attention_triton)
-    return run(inputs, gate, state_BNKV, lengths_B, form)
+    return run(inputs, gate, state_BNKV, lengths_B, form, kernel)
 
 
 def verify_delta(

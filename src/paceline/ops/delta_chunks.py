@@ -26,13 +26,39 @@ _TILE = DeltaTile(values=32, warps=8)
 
 def can_chunk(gate: DeltaGate) -> bool:
     """Whether a chunk's weights are products of factors that float32 holds."""
-    return gate.lower_bound is not None and gate.lower_bound >= -MOST_DECAY
+    return can_chunk_bound(gate.lower_bound)
+
+
+def can_chunk_bound(lower_bound: float | None) -> bool:
+    """The same, of a gate's lower bound."""
+    return lower_bound is not None and lower_bound >= -MOST_DECAY
 
 
 @kernel
 def _row_of(values: tl.tensor, row: tl.tensor, index: tl.tensor) -> tl.tensor:
     """One row of a tile."""
     return tl.sum(tl.where(row[:, None] == index, values, 0.0), axis=0)
+
+
+@kernel
+def _inverse(
+    lower: tl.tensor, place: tl.tensor, ROWS: tl.constexpr, BY_PRODUCTS: tl.constexpr, PRECISION: tl.constexpr
+) -> tl.tensor:
+    """(1 - L)^-1 - 1 of a strictly lower L."""
+    inverse = lower
+    if BY_PRODUCTS:
+        # (1 + L)(1 + L^2)(1 + L^4)(1 + L^8): L^16 is 0. A few products in place of a barrier or two per row.
+        tl.static_assert(ROWS == 16)
+        power = lower
+        for _ in tl.static_range(3):
+            power = tl.dot(power, power, input_precision=PRECISION)
+            inverse += power + tl.dot(inverse, power, input_precision=PRECISION)
+    else:
+        for index in tl.static_range(1, ROWS):  # each row needs those above it
+            one = _row_of(lower, place, index)
+            one += tl.sum(one[:, None] * inverse, axis=0)
+            inverse = tl.where(place[:, None] == index, one[None, :], inverse)
+    return inverse
 
 
 @kernel
@@ -66,6 +92,7 @@ def _delta_chunks_kernel(
     lower_bound: tl.tensor,
     eps: tl.tensor,
     HAS_LENGTHS: tl.constexpr,
+    BY_PRODUCTS: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -108,12 +135,7 @@ def _delta_chunks_kernel(
         of_keys = tl.dot(later * k, earlier, input_precision=PRECISION)
         of_queries = tl.dot(later * q, earlier, input_precision=PRECISION)
         of_queries = tl.where(place[:, None] >= place[None, :], of_queries, 0.0)
-        # (1 + L)^-1 - 1 of the strictly lower L, row by row: each needs those above it.
-        inverse = tl.where(is_earlier, -beta[:, None] * of_keys, 0.0)
-        for index in tl.static_range(1, ROWS):
-            one = _row_of(inverse, place, index)
-            one += tl.sum(one[:, None] * inverse, axis=0)
-            inverse = tl.where(place[:, None] == index, one[None, :], inverse)
+        inverse = _inverse(tl.where(is_earlier, -beta[:, None] * of_keys, 0.0), place, ROWS, BY_PRODUCTS, PRECISION)
         decayed = tl.exp(sums)
         wanted = beta[:, None] * (v - tl.dot(decayed * k, state, input_precision=PRECISION))
         correction = wanted + tl.dot(inverse, wanted, input_precision=PRECISION)
@@ -135,6 +157,7 @@ def delta_chunks_triton(
     *,
     tile: DeltaTile = _TILE,
     precision: str = "tf32x3",
+    by_products: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Launch one program per request, head and run of value channels.
 
@@ -145,6 +168,7 @@ def delta_chunks_triton(
         lengths_B: int64, rows past them are left out; None: all count.
         tile: how a head is shared among programs.
         precision: of the products of float32: "ieee", or three of tensor cores' ("tf32x3").
+        by_products: how a chunk's triangular system is solved; else row by row.
     Returns:
         The outputs, and the float32 states behind each request's last row.
     """
@@ -175,6 +199,7 @@ def delta_chunks_triton(
             gate.lower_bound,
             NORM_EPS,
             HAS_LENGTHS=lengths_B is not None,
+            BY_PRODUCTS=by_products,
             PRECISION=precision,
             ROWS=_CHUNK,
             KEYS=max(_FEWEST, triton.next_power_of_2(key_size)),

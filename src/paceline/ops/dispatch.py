@@ -32,6 +32,7 @@ __all__ = [
     "implementations",
     "kernel",
     "needs_gradient",
+    "report",
     "tl",
     "triton",
 ]
@@ -66,7 +67,7 @@ def choose(name: str, tensor: Tensor, reference: _Function, triton_version: _Fun
 
 
 def implementations() -> dict[str, str]:
-    """What has run so far: `operation on device type` to "triton" or "reference", sorted."""
+    """What has run so far: `operation on device type` to "triton", "reference" or more exactly, sorted."""
     return {f"{name} on {device}": version for (name, device), version in sorted(_chosen.items())}
 
 
@@ -99,6 +100,18 @@ def _can_launch_early() -> bool:
     if not HAS_TRITON or triton.knobs.runtime.interpret or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_capability() >= _LEAST_CAPABILITY
+
+
+def report(name: str, device: str, version: str) -> None:
+    """Note what carries out an operation that has more than a reference and a kernel; each new choice is logged once.
+
+    Args:
+        name: of the operation.
+        device: type of the device.
+        version: what runs, as a report says it.
+    """
+    if _chosen.get((name, device)) != version:
+        _report(name, device, version)
 
 
 def _report(name: str, device: str, version: str) -> None:

@@ -10,6 +10,7 @@ from paceline.checkpoint.contract import (
     ConvolutionSettings,
     DrafterContract,
     Eagle3Settings,
+    LatentAttentionSettings,
     MarkovSettings,
     SelectorSettings,
     TargetContract,
@@ -76,7 +77,7 @@ def drafter_contract(run: TrainRun, target: TargetContract) -> DrafterContract:
         rms_norm_eps=target.rms_norm_eps,
         attention_bias=False,
         rope=target.rope,
-        is_neox_style=True,
+        is_neox_style=asked.kv_lora_rank == 0,  # K3's drafters turn interleaved pairs
         max_position_embeddings=target.max_position_embeddings,
         layer_windows=(None,) * asked.num_layers,
         layer_causal=(is_causal,) * asked.num_layers,
@@ -86,6 +87,7 @@ def drafter_contract(run: TrainRun, target: TargetContract) -> DrafterContract:
         draft_sample_method=asked.draft_sample_method,
         dtype="bfloat16",
         has_own_head=asked.own_head or _is_reduced(asked, target),
+        latent=_latent(asked),
         **_parts(asked),
     )
 
@@ -114,6 +116,18 @@ def _check_sizes(run: TrainRun, target: TargetContract) -> None:
 
 def _is_reduced(asked: DrafterSettings, target: TargetContract) -> bool:
     return asked.draft_vocab_size not in (None, target.vocab_size)
+
+
+def _latent(asked: DrafterSettings) -> LatentAttentionSettings | None:
+    if asked.kv_lora_rank == 0:
+        return None
+    return LatentAttentionSettings(
+        q_lora_rank=asked.q_lora_rank,
+        kv_lora_rank=asked.kv_lora_rank,
+        qk_nope_head_size=asked.qk_nope_head_size,
+        qk_rope_head_size=asked.qk_rope_head_size,
+        v_head_size=asked.v_head_size,
+    )
 
 
 def _parts(asked: DrafterSettings) -> dict[str, Any]:

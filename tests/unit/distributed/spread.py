@@ -13,6 +13,7 @@ import torch
 from tests.tiny import wrap_target
 from tests.tiny_kimi import k3_tiny_config, kimi_target, kimi_tensors, small_kimi_config, write_kimi
 from tests.tiny_run import write_drafter, write_tokenizer
+from tests.trained_kimi import train_by_heart
 from torch import Tensor
 
 from paceline.checkpoint.contract import (
@@ -69,7 +70,7 @@ Case = Mapping[str, Any]  # `drafter`, and fields of DecodeSettings; `fault` nam
 
 
 def write_models(folder: Path) -> Path:
-    """The target in `target`, each drafter under its family's name, a deep and narrow target in `deep`."""
+    """The target in `target`, drafters under their families' names, a trained one, a deep target in `deep`."""
     config = k3_tiny_config()
     model = kimi_target(config)
     write_kimi(folder / "target", config, kimi_tensors(model, rates="padded"))
@@ -84,6 +85,10 @@ def write_models(folder: Path) -> Path:
     write_drafter(
         folder / "other-target", moved, family="dflash", aux_hidden_stream="attn_res", target_layer_ids=TAPPED
     )
+    plain = decode(World(0, 1, CPU), folder, {})["tokens"]
+    texts = [[*request.prompt_ids, *ids[:5]] for request, ids in zip(REQUESTS, plain, strict=True)]
+    trained = train_by_heart(folder / "training", "dspark-latent", target, texts)
+    trained.rename(folder / "trained-latent")
     deep = small_kimi_config(DEEP, DEEP_BLOCK, first_k_dense_replace=24)
     write_kimi(folder / "deep", deep, kimi_tensors(kimi_target(deep)))
     return folder

@@ -19,11 +19,13 @@ STAGES |= {
     "bf16": {"drafter": "dflash2", "num_stages": 2, "dtype": "bfloat16"},
     "other stream": {"drafter": "dflash", "num_stages": 2, "aux_hidden_stream": "prefix"},
     "fewer drafts": {"drafter": "dspark", "num_stages": 2, "num_draft_tokens": 3},
+    "trained": {"drafter": "trained-latent", "num_stages": 2, "scripts": ()},
     "one row counts": {"drafter": "dflash", "num_stages": 2, "fault": "one row counts"},
 }
 PARTS: dict[str, dict[str, Any]] = {family: {"drafter": family, "tensor_size": 2} for family in FAMILIES}
 PARTS |= {
     "plain": {"tensor_size": 2},
+    "trained": {"drafter": "trained-latent", "tensor_size": 2, "scripts": ()},
     "noise on rank 1": {"drafter": "dflash", "tensor_size": 2, "fault": "noise on rank 1"},
 }
 Found = list[dict[str, Any]]
@@ -33,7 +35,8 @@ def on_two_ranks(
     cases: dict[str, dict[str, Any]], models: Path, plain: dict[str, Any], factory: pytest.TempPathFactory
 ) -> Found:
     """What each of two ranks found, all cases in one start of the processes."""
-    helped = {name: {**case, "scripts": plain[case.get("dtype", "float32")]["tokens"]} for name, case in cases.items()}
+    # A trained drafter needs no help: its case has scripts of its own, none.
+    helped = {name: {"scripts": plain[case.get("dtype", "float32")]["tokens"], **case} for name, case in cases.items()}
     return values(run_ranks(decode_cases, factory.mktemp("two") / "run", models, helped))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ from tests.fakes import ReplayProposer
 from tests.hybrid_runs import small_target
 from tests.tiny import loaded
 
+import paceline.engine.settings as settings_module
 from paceline.engine.settings import (
     DEFAULT_MAX_MODEL_LEN,
     EngineSettings,
     SnapshotSizes,
     context_length,
     draft_tokens_per_step,
+    prompt_kernel,
     recurrent_state_dtype,
     snapshot_sizes,
 )
@@ -53,6 +56,33 @@ def test_states_are_kept_in_one_of_two_dtypes_where_there_are_any() -> None:
     assert recurrent_state_dtype(small_target(), EngineSettings(recurrent_state_dtype="bfloat16")) == torch.bfloat16
     with pytest.raises(ConfigError, match="recurrent_state_dtype is 'float16', not one of 'float32', 'bfloat16'"):
         EngineSettings(**unchecked("recurrent_state_dtype", "float16"))
+
+
+def test_kernels_of_prompts_are_for_recurrent_targets_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense, hybrid = loaded()[0], small_target()
+    for target in (dense, hybrid):
+        for kernel in ("auto", "recurrent"):
+            assert prompt_kernel(target, EngineSettings(prompt_kernel=kernel)) == kernel
+    with pytest.raises(ConfigError, match=r"prompt_kernel is 'chunks'; .* keeps no recurrent state"):
+        prompt_kernel(dense, EngineSettings(prompt_kernel="chunks"))
+    with pytest.raises(ConfigError, match="prompt_kernel is 'fla'; the target is on cpu, and kernels are for a GPU"):
+        prompt_kernel(hybrid, EngineSettings(prompt_kernel="fla"))
+    with pytest.raises(ConfigError, match="prompt_kernel is 'fast', not one of 'auto', 'recurrent', 'chunks', 'fla'"):
+        EngineSettings(**unchecked("prompt_kernel", "fast"))
+    weight = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
+    there: Any = SimpleNamespace(contract=hybrid.contract, model=SimpleNamespace(norm=SimpleNamespace(weight=weight)))
+    assert prompt_kernel(there, EngineSettings(prompt_kernel="chunks")) == "chunks"
+    monkeypatch.setattr(settings_module, "find_chunk_kda", lambda: None)
+    with pytest.raises(ConfigError, match="prompt_kernel is 'fla'; fla-core is not installed"):
+        prompt_kernel(there, EngineSettings(prompt_kernel="fla"))
+    monkeypatch.setattr(settings_module, "find_chunk_kda", lambda: print)
+    assert prompt_kernel(there, EngineSettings(prompt_kernel="fla")) == "fla"
+    weight.dtype = torch.float32
+    with pytest.raises(ConfigError, match="the target is in float32"):
+        prompt_kernel(there, EngineSettings(prompt_kernel="fla"))
+    monkeypatch.setattr(settings_module, "can_chunk_bound", lambda bound: bound is None)
+    with pytest.raises(ConfigError, match=r"gates are bounded by -5\.0"):
+        prompt_kernel(there, EngineSettings(prompt_kernel="chunks"))
 
 
 def test_the_method_is_one_of_two() -> None:

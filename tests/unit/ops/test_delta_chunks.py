@@ -22,15 +22,18 @@ def on(gate: DeltaGate, device: torch.device) -> DeltaGate:
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # above the diagonal, where nothing is read
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 @pytest.mark.parametrize("lower_bound", [-5.0, -10.0, -0.1])
-@pytest.mark.parametrize(("rows", "keys", "values"), [(1, 8, 8), (16, 16, 40), (17, 5, 7), (39, 24, 33)])
+@pytest.mark.parametrize(
+    ("rows", "keys", "values", "by_products"),
+    [(1, 8, 8, True), (17, 5, 7, False), (17, 5, 7, True), (39, 24, 33, True)],
+)
 def test_the_kernel_agrees_with_the_recurrence(
-    kernel_device: torch.device, rows: int, keys: int, values: int, lower_bound: float
+    kernel_device: torch.device, rows: int, keys: int, values: int, lower_bound: float, by_products: bool
 ) -> None:
     inputs, gate = random_inputs(2, rows, 2, keys, values), random_gate(2, keys, lower_bound=lower_bound)
     state = torch.randn(2, 2, keys, values)
     expected = delta_attention_reference(inputs, gate, state, None, "recurrent")
     there = (moved(inputs, kernel_device), on(gate, kernel_device), state.to(kernel_device))
-    found = delta_chunks_triton(*there, None)
+    found = delta_chunks_triton(*there, None, by_products=by_products)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-4, atol=1e-4)
 

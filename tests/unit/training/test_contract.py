@@ -12,7 +12,8 @@ from tests.tiny import tiny_target_contract
 from tests.tiny_kimi import k3_tiny_config, kimi_contract
 from tests.tiny_run import tiny_settings
 
-from paceline.checkpoint.contract import DrafterContract, RopeSettings, TargetContract
+from paceline.checkpoint.contract import DrafterContract, LatentAttentionSettings, RopeSettings, TargetContract
+from paceline.checkpoint.dialects import contract_from_config, write_drafter_config
 from paceline.checkpoint.names import drafter_slots
 from paceline.configuration.load import load_settings
 from paceline.configuration.run import TrainRun
@@ -38,6 +39,19 @@ def test_dspark_of_both_layouts() -> None:
     assert contract(family="dspark", confidence_head=False).confidence is None
 
 
+def test_latent_attention_of_both_families_is_what_k3_drafters_have() -> None:
+    sizes = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_size": 8, "qk_rope_head_size": 6, "v_head_size": 12}
+    for family, layout in (("dspark", "anchor_sampling"), ("dflash2", "fill_in")):
+        found = contract(family=family, layout=layout, **sizes)
+        assert found.latent == LatentAttentionSettings(24, 16, 8, 6, 12)
+        assert not found.is_neox_style and found.rotary_size == 6
+        assert contract_from_config(write_drafter_config(found), "here").latent == found.latent
+    public = contract(family="dspark", layout="anchor_sampling", kv_lora_rank=512).latent
+    assert public == LatentAttentionSettings(1536, 512, 128, 64, 128)
+    plain = contract(family="dspark")
+    assert plain.latent is None and plain.is_neox_style
+
+
 def test_eagle3_borrows_its_tables_unless_told_otherwise() -> None:
     found = contract(family="eagle3", mask_token_id=None, block_size=8)
     assert (found.layout, found.num_draft_tokens, found.layer_causal) == ("autoregressive", 7, (True,))
@@ -58,6 +72,9 @@ def test_eagle3_borrows_its_tables_unless_told_otherwise() -> None:
         ({"drafter_layout": "anchor_sampling"}, "layout is 'anchor_sampling'; family 'dflash' has no such choice"),
         ({"drafter_own_head": True}, "own_head is True"),
         ({"drafter_family": "dspark", "drafter_draft_vocab_size": 64}, "draft_vocab_size is 64"),
+        ({"drafter_kv_lora_rank": 16}, "family 'dflash' has no latent attention, 'dflash2' and 'dspark' have"),
+        ({"drafter_kv_lora_rank": 16, "drafter_family": "dspark"}, "layout is 'fill_in'.*has anchor_sampling alone"),
+        ({"drafter_kv_lora_rank": 16, "drafter_qk_rope_head_size": 7}, "multiple of 2"),
         ({"drafter_family": "dflash2", "objective_loss": {"ce": 0.1, "l1": 0.9}}, "objective.loss has l1"),
         ({"objective_loss": {}}, "name kl, ce or l1"),
     ],

@@ -33,6 +33,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "dflash": {},
     "dflash2": {"drafter_selector_rank": 8, "drafter_selector_top_k": 4, "drafter_conv_group_size": 8},
     "dspark": {"drafter_markov_rank": 8},
+    "dspark-latent": {
+        "drafter_family": "dspark",
+        "drafter_layout": "anchor_sampling",
+        "drafter_markov_rank": 8,
+        "drafter_kv_lora_rank": 16,
+        "drafter_q_lora_rank": 24,
+        "drafter_qk_nope_head_size": 8,
+        "drafter_qk_rope_head_size": 8,
+        "drafter_v_head_size": 12,
+    },
     "eagle3": {"drafter_mask_token_id": None},
 }
 
@@ -53,7 +63,7 @@ def data(tmp_path: Path) -> Path:
 
 def settings(folder: Path, data: Path, family: str, **changes: Any) -> TrainRun:
     steps = {"schedule_num_steps": 6, "checkpoint_every": 6}
-    return tiny_settings(folder, data, drafter_family=family, **FAMILIES[family], **{**steps, **changes})
+    return tiny_settings(folder, data, **{"drafter_family": family, **FAMILIES[family], **steps, **changes})
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,0 +1,138 @@
+"""The adapter to fla-core: every argument as its documentation has it, and on a GPU its kernels against the recurrence.
+
+Without the package, a function written from the same documentation takes its place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.ops.delta_twin import random_gate, random_inputs, slow_delta
+from torch import Tensor
+
+from paceline.ops import delta_fla
+from paceline.ops.delta_attention import delta_attention_reference
+from paceline.ops.delta_fla import TOLERANCE, can_run_fla, delta_chunks_fla, find_chunk_kda
+from paceline.ops.delta_rows import DeltaGate, DeltaInputs
+
+
+def documented_chunk_kda(
+    *,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    lower_bound: float | None,
+    safe_gate: bool,
+    initial_state: Tensor,
+    **switches: bool,
+) -> tuple[Tensor, Tensor]:
+    """Raw logits in, [B, T, H, K] and [B, T, H]; A_log [H], dt_bias [H * K]; float32 states [N, H, K, V]."""
+    names = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "output_final_state")
+    assert switches == dict.fromkeys(names, True)
+    assert safe_gate == (lower_bound is not None and -5 <= lower_bound < 0)
+    batch, _, heads, keys = q.shape
+    assert A_log.shape == (heads,) and dt_bias.shape == (heads * keys,) and beta.shape == q.shape[:3]
+    assert initial_state.dtype == torch.float32 and initial_state.shape == (batch, heads, keys, v.shape[3])
+    inputs, gate = DeltaInputs(q, k, v, g, beta), DeltaGate(A_log, dt_bias.view(heads, keys), lower_bound)
+    runs = [slow_delta(inputs, gate, initial_state[request], request=request) for request in range(batch)]
+    return torch.stack([run.outputs for run in runs]).to(v), torch.stack([run.states[-1] for run in runs]).float()
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("lower_bound", [-5.0, -9.0, None])
+def test_arguments_mean_what_its_documentation_says(lower_bound: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta_fla, "find_chunk_kda", lambda: documented_chunk_kda)
+    inputs, gate = random_inputs(2, 5, 2, 4, 6), random_gate(2, 4, lower_bound=lower_bound)
+    state = torch.randn(2, 2, 4, 6)
+    expected = delta_attention_reference(inputs, gate, state, None, "recurrent")
+    for found, wanted in zip(delta_chunks_fla(inputs, gate, state), expected, strict=True):
+        assert found.dtype == wanted.dtype
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_states_in_bf16_are_widened_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta_fla, "find_chunk_kda", lambda: documented_chunk_kda)
+    inputs, gate = random_inputs(1, 2, 1, 4, 4), random_gate(1, 4, lower_bound=-5.0)
+    assert delta_chunks_fla(inputs, gate, torch.randn(1, 1, 4, 4).bfloat16())[1].dtype == torch.float32
+
+
+def test_it_is_offered_only_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta_fla, "find_chunk_kda", lambda: documented_chunk_kda)
+    narrow = random_inputs(1, 3, 1, 16, 16, torch.bfloat16)
+    assert not can_run_fla(narrow, None), "on a CPU there is nothing to run it"
+
+    class OnGpu:
+        """A tensor's shape and dtype, elsewhere."""
+
+        def __init__(self, like: Tensor) -> None:
+            self.shape, self.dtype, self.device = like.shape, like.dtype, torch.device("cuda")
+
+    def there(inputs: DeltaInputs) -> Any:
+        return DeltaInputs(*(OnGpu(values) for values in inputs))  # type: ignore[arg-type]
+
+    assert can_run_fla(there(narrow), None)
+    assert not can_run_fla(there(narrow), torch.tensor([3]))
+    assert not can_run_fla(there(random_inputs(1, 3, 1, 16, 16)), None)
+    assert not can_run_fla(there(random_inputs(1, 3, 1, 8, 16, torch.bfloat16)), None)
+    monkeypatch.setattr(delta_fla, "find_chunk_kda", lambda: None)
+    assert not can_run_fla(there(narrow), None)
+
+
+def test_a_package_that_fails_on_import_is_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(name: str) -> Any:
+        raise RuntimeError(f"{name} wants another Triton")
+
+    monkeypatch.setattr(delta_fla.importlib.util, "find_spec", lambda _name: object())
+    monkeypatch.setattr(delta_fla.importlib, "import_module", broken)
+    find_chunk_kda.cache_clear()
+    try:
+        with caplog.at_level("WARNING", logger="paceline.ops.delta_fla"):
+            assert find_chunk_kda() is None
+        assert "wants another Triton" in caplog.text
+        monkeypatch.setattr(delta_fla.importlib.util, "find_spec", lambda _name: None)
+        find_chunk_kda.cache_clear()
+        assert find_chunk_kda() is None
+    finally:
+        find_chunk_kda.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lower_bound", [-5.0, -8.0, None])
+@torch.inference_mode()
+def test_its_kernels_agree_with_the_recurrence(lower_bound: float | None) -> None:
+    """Around the edges of its chunks of 64, in one pass and in two; states read or written transposed would be seen."""
+    if find_chunk_kda() is None:
+        pytest.skip("fla-core is not installed")
+    device, generator = torch.device("cuda"), torch.Generator().manual_seed(3)
+    gate = random_gate(2, 64, lower_bound=lower_bound)
+    gate = DeltaGate(gate.a_log_N.to(device), gate.dt_bias_NK.to(device), lower_bound)
+    for num_rows in (1, 63, 64, 65, 200):
+        made = random_inputs(2, num_rows, 2, 64, 64, torch.bfloat16, generator=generator)
+        inputs = DeltaInputs(*(values.to(device) for values in made))
+        state = torch.randn(2, 2, 64, 64, generator=generator).to(device)
+        before = state.clone()
+        expected = delta_attention_reference(inputs, gate, state, None, "recurrent")
+        found = delta_chunks_fla(inputs, gate, state)
+        assert torch.equal(state, before)
+        assert max(difference(*pair) for pair in zip(found, expected, strict=True)) < TOLERANCE, num_rows
+        if num_rows == 1:
+            assert difference(delta_chunks_fla(inputs, gate, state.mT)[1], expected[1]) > 2 * TOLERANCE
+            assert difference(found[1].mT, expected[1]) > 2 * TOLERANCE
+            moved = gate._replace(dt_bias_NK=gate.dt_bias_NK + 1.0)
+            assert difference(delta_chunks_fla(inputs, moved, state)[1], expected[1]) > 2 * TOLERANCE
+        if num_rows == 200:
+            first, between = delta_chunks_fla(DeltaInputs(*(part[:, :90] for part in inputs)), gate, state)
+            second, last = delta_chunks_fla(DeltaInputs(*(part[:, 90:] for part in inputs)), gate, between)
+            assert difference(torch.cat((first, second), 1), expected[0]) < TOLERANCE
+            assert difference(last, expected[1]) < TOLERANCE
