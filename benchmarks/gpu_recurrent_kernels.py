@@ -26,7 +26,7 @@ _TILES = ((DeltaTile(16, 4), True), (DeltaTile(32, 4), True), (DeltaTile(32, 8),
 def kernel_cases(options: argparse.Namespace, device: torch.device) -> Iterator[Case]:
     """Every kernel at every size and length."""
     clock = GraphClock(device, options.num_replays)
-    runs: dict[str, Run] = {"recurrent": _recurrent, "chunks": delta_chunks}
+    runs: dict[str, Run] = {"recurrent": recurrent, "chunks": delta_chunks}
     runs["chunks, tf32"] = partial(_chunks, DeltaTile(32, 8), True, "tf32")
     for tile, by_products in _TILES if options.variants else ():
         solved = "products" if by_products else "rows"
@@ -55,7 +55,7 @@ class _Prompt:
         """Check, then time."""
         given = self._given()
         if self._expected is None:
-            self._expected = _recurrent(*given)
+            self._expected = recurrent(*given)
         is_own = name == "recurrent"
         row = self._checked(run(*given), is_coarse=name == "fla" or "tf32" in name, against_definition=is_own)
         calls = [partial(run, *given)] * (1 if self._sizes[1] >= 4096 else 4)
@@ -95,7 +95,8 @@ class _Prompt:
         return {"error": worst, "allowed": 1.0, "output_error": errors[0], "state_error": errors[1]}
 
 
-def _recurrent(inputs: DeltaInputs, gate: DeltaGate, state: Tensor) -> tuple[Tensor, Tensor]:
+def recurrent(inputs: DeltaInputs, gate: DeltaGate, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The kernel of decoding, as an engine runs it."""
     return launch_delta(inputs, gate, state, None, None, None, LAST_STATE)
 
 
