@@ -12,6 +12,15 @@ from torch import Tensor
 from paceline.ops import noise
 from paceline.ops.block_rows import block_rows_reference, block_rows_triton
 from paceline.ops.commit_step import commit_step_reference, commit_step_triton
+from paceline.ops.draft_chances import (
+    NUM_SUMS,
+    Coefficients,
+    KnownFeatures,
+    hold_back_drafts_reference,
+    hold_back_drafts_triton,
+    observe_drafts_reference,
+    observe_drafts_triton,
+)
 from paceline.ops.draw_candidates import (
     candidate_log_q_reference,
     candidate_log_q_triton,
@@ -32,7 +41,7 @@ _SLOTS, _DRAFTS, _CANDIDATES, _VOCABULARY = 5, 4, 3, 50  # the last slot is the 
 
 def step_cases(device: torch.device) -> Iterator[Case]:
     """All cases of a step's ends."""
-    for make in (_rows, _blocks, _commits, _stores, _noise, _tempered, _draws, _best, _cells):
+    for make in (_rows, _blocks, _commits, _stores, _chances, _noise, _tempered, _draws, _best, _cells):
         yield from make(device)
 
 
@@ -108,6 +117,26 @@ def _stores(device: torch.device) -> Iterator[Case]:
         waiting = torch.full((3, 7), -5, device=device)[:, 2]  # a column of the report
         arguments = (drafts, _slots(device), ids, *given, wanted_B, waiting)
         yield f"store_drafts, {name}", partial(compared, store_drafts_reference, store_drafts_triton, arguments, _EXACT)
+
+
+def _chances(device: torch.device) -> Iterator[Case]:
+    known = KnownFeatures(
+        random(device, _SLOTS, _DRAFTS), torch.tensor([True, False, True, True, False], device=device)
+    )
+    coefficients = Coefficients(*(random(device, *shape, dtype=torch.float64) for shape in ((), (_DRAFTS,))))
+    log_q = random(device, 3, 3, _CANDIDATES).log_softmax(-1)
+    head, thresholds = torch.rand(3, 3, device=device), torch.rand(_DRAFTS, dtype=torch.float64, device=device)
+    ids, some = torch.randint(-1, _VOCABULARY, (3, 3), device=device), torch.tensor([True, False, True], device=device)
+    forms = {"q": (log_q, None, thresholds, some), "head": (None, head, thresholds, None), "nothing": (None,) * 4}
+    for name, given in forms.items():
+        arguments = (known, coefficients, _slots(device), ids, *given)
+        both = (hold_back_drafts_reference, hold_back_drafts_triton)
+        yield f"hold_back_drafts, {name}", partial(compared, *both, arguments, 1e-5)
+    sums = random(device, NUM_SUMS, _DRAFTS, dtype=torch.float64)
+    for name, teaches in (("all", None), ("some", some)):
+        arguments = (sums, known, coefficients, _slots(device), ids, torch.tensor([0, 3, 1], device=device), teaches)
+        both = (observe_drafts_reference, observe_drafts_triton)
+        yield f"observe_drafts, {name}", partial(compared, *both, arguments, 1e-5)
 
 
 def _noise(device: torch.device) -> Iterator[Case]:

@@ -18,25 +18,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from paceline.errors import ConfigError
-
-
-def usable_prefix(confidence_BK: Tensor, threshold: float | Tensor) -> Tensor:
-    """Count the drafts worth verifying: those before the first whose survival is below its threshold.
-
-    The survival of draft i is the product of the confidences up to and including i: the chance that all of them are
-    kept. Confidence i must not depend on draft i or later.
-
-    Args:
-        confidence_BK: float, estimates that draft i is kept if those before it are.
-        threshold: one for all drafts, or float [K], one each; 0 keeps everything.
-    Returns:
-        int64 [B] in [0, K].
-    """
-    is_worth_it_BK = confidence_BK.cumprod(dim=-1) >= threshold
-    return is_worth_it_BK.long().cumprod(dim=-1).sum(dim=-1)
 
 
 class DraftSchedule:

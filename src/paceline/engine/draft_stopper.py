@@ -1,6 +1,6 @@
 """Holding drafts back on the device: where a block's survival falls below what a row costs, the rest is not verified.
 
-Each draft's chance comes from its row's features (`acceptance_estimator.py`), never from the draft itself, so that the
+Each draft's chance comes from its row's features (`ops/draft_chances.py`), never from the draft itself, so that the
 output stays the target's own (`draft_budget.py`).
 
 S slots plus one trash row, B requests, K draft tokens.
@@ -15,11 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.engine.acceptance_estimator import AcceptanceEstimator, draft_features
-from paceline.engine.draft_budget import usable_prefix
+from paceline.engine.acceptance_estimator import AcceptanceEstimator
 from paceline.engine.transfers import to_device
 from paceline.models.drafters.proposal import Proposal
-from paceline.ops.sample_tokens import NO_TOKEN
+from paceline.ops.draft_chances import KnownFeatures, hold_back_drafts, observe_drafts
 
 
 @dataclass(frozen=True)
@@ -97,8 +96,10 @@ class DraftStopper:
     def __init__(self, num_slots: int, num_draft_tokens: int, device: torch.device) -> None:
         self.estimator: AcceptanceEstimator | None = None
         self._num_draft_tokens = num_draft_tokens
-        self._features = torch.zeros(num_slots + 1, num_draft_tokens, device=device)
-        self._has_features = torch.zeros(num_slots + 1, dtype=torch.bool, device=device)
+        self._known = KnownFeatures(
+            torch.zeros(num_slots + 1, num_draft_tokens, device=device),
+            torch.zeros(num_slots + 1, dtype=torch.bool, device=device),
+        )
 
     def observe(self, slots_B: Tensor, draft_ids_BK: Tensor, accepted_B: Tensor, plan: DevicePlan) -> None:
         """Learn from a step's verification; has to come before `hold_back` of the next blocks.
@@ -111,11 +112,15 @@ class DraftStopper:
         """
         if self.estimator is None or draft_ids_BK.shape[1] == 0:
             return
-        counts_B = self._has_features[slots_B]
-        if plan.teaches_B is not None:
-            counts_B = counts_B & plan.teaches_B
-        judged_B = count_drafts(draft_ids_BK) * counts_B
-        self.estimator.observe(self._features[slots_B, : draft_ids_BK.shape[1]], judged_B, accepted_B)
+        observe_drafts(
+            self.estimator.sums_6K,
+            self._known,
+            self.estimator.coefficients,
+            slots_B,
+            draft_ids_BK,
+            accepted_B,
+            teaches_B=plan.teaches_B,
+        )
 
     def advance(self) -> None:
         """Count a step that was launched, outside of any recording; now and then the estimator learns here."""
@@ -130,33 +135,21 @@ class DraftStopper:
             proposal: as drawn; its features are kept for `observe`.
             plan: says whose drafts may be held back, and below which survival.
         """
-        features_BK = draft_features(proposal)
-        self._has_features.index_fill_(0, slots_B, features_BK is not None)
-        self._has_features[-1].fill_(False)  # rows of requests that have ended teach nothing
-        if features_BK is None:
-            return proposal
-        num_drafts = features_BK.shape[1]
-        self._features[slots_B, :num_drafts] = features_BK
-        if self.estimator is None:
+        says_something = proposal.confidence_BK is not None or proposal.log_q_BKC is not None
+        if says_something and self.estimator is None:
             self.estimator = AcceptanceEstimator(
                 self._num_draft_tokens,
                 has_confidence_head=proposal.confidence_BK is not None,
-                device=features_BK.device,
+                device=proposal.ids_BK.device,
             )
-        if plan.thresholds_K is None:
-            return proposal
-        usable_B = usable_prefix(self.estimator.confidence(features_BK), plan.thresholds_K[:num_drafts])
-        if plan.is_adaptive_B is not None:
-            usable_B = torch.where(plan.is_adaptive_B, usable_B, num_drafts)
-        return first_drafts(proposal, usable_B)
-
-
-def first_drafts(proposal: Proposal, num_drafts_B: Tensor) -> Proposal:
-    """Leave each request its first drafts and mark the others as missing."""
-    position_K = torch.arange(proposal.ids_BK.shape[1], device=num_drafts_B.device)
-    return proposal._replace(ids_BK=proposal.ids_BK.masked_fill(position_K >= num_drafts_B.unsqueeze(1), NO_TOKEN))
-
-
-def count_drafts(draft_ids_BK: Tensor) -> Tensor:
-    """Drafts before the first missing one, int64 [B]."""
-    return (draft_ids_BK != NO_TOKEN).long().cumprod(dim=1).sum(dim=1)
+        kept_BK = hold_back_drafts(
+            self._known,
+            None if self.estimator is None else self.estimator.coefficients,
+            slots_B,
+            proposal.ids_BK,
+            log_q_BKC=proposal.log_q_BKC,
+            confidence_BK=proposal.confidence_BK,
+            thresholds_K=plan.thresholds_K,
+            is_adaptive_B=plan.is_adaptive_B,
+        )
+        return proposal._replace(ids_BK=kept_BK)

@@ -8,17 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.engine.acceptance_estimator import (
-    STEPS_PER_UPDATE,
-    AcceptanceEstimator,
+from paceline.engine.acceptance_estimator import STEPS_PER_UPDATE, AcceptanceEstimator, newton_step
+from paceline.ops.draft_chances import (
+    KnownFeatures,
     NewtonSums,
-    confidence,
+    chances,
     draft_features,
     largest_log_odds,
-    newton_step,
     newton_sums,
+    observe_drafts,
 )
-from paceline.models.drafters.proposal import Proposal
 
 CPU = torch.device("cpu")
 SLOPE, INTERCEPT = torch.tensor(0.5, dtype=torch.float64), torch.full((2,), -0.2, dtype=torch.float64)
@@ -29,22 +28,15 @@ JUDGED, ACCEPTED = torch.tensor([2, 2, 1]), torch.tensor([2, 0, 1])
 def test_feature_and_confidence_of_the_worked_row() -> None:
     feature = largest_log_odds(torch.tensor([[[2.0, 1.0, 0.0]]]))
     assert feature.item() == pytest.approx(0.686738, abs=1e-6)
-    assert confidence(feature, SLOPE, INTERCEPT).item() == pytest.approx(0.535781, abs=1e-6)
+    assert chances(feature, SLOPE, INTERCEPT).item() == pytest.approx(0.535781, abs=1e-6)
 
 
 def test_features_stay_in_bounds() -> None:
     rows = torch.tensor([[0.0, -math.inf, -math.inf], [-math.inf] * 3, [0.0, 0.0, -math.inf], [0.0, -90.0, -90.0]])
     assert largest_log_odds(rows.unsqueeze(0)).tolist() == [[40, -40, 0, 40]]
-    heads = Proposal(torch.zeros(1, 3, dtype=torch.int64), confidence_BK=torch.tensor([[0.0, 0.5, 1.0]]))
-    assert draft_features(heads).tolist() == [[-40, 0, 40]]
-    assert draft_features(Proposal(torch.zeros(1, 3, dtype=torch.int64))) is None
-
-
-def test_the_feature_does_not_depend_on_which_token_was_drawn() -> None:
-    log_q = torch.randn(1, 4, 5).log_softmax(-1)
-    proposals = [Proposal(torch.full((1, 4), token), torch.arange(5).expand(1, 4, 5), log_q) for token in range(5)]
-    features = [draft_features(proposal) for proposal in proposals]
-    assert all(torch.equal(features[0], other) for other in features)
+    heads = draft_features(rows.unsqueeze(0), torch.tensor([[0.0, 0.5, 1.0]]))
+    assert heads is not None and heads.tolist() == [[-40, 0, 40]]
+    assert draft_features(None, None) is None
 
 
 def test_worked_newton_step() -> None:
@@ -111,6 +103,19 @@ def test_rows_that_were_not_judged_do_not_count_whatever_they_hold() -> None:
     assert left_out.num_K.tolist() == [1, 1]
 
 
+def observe(estimator: AcceptanceEstimator, features: Tensor, judged: Tensor, accepted: Tensor) -> None:
+    """Take in blocks of slots 0, 1, ..."""
+    num_requests, num_drafts = features.shape
+    known = KnownFeatures(
+        torch.zeros(num_requests + 1, estimator.intercept_K.shape[0]),
+        torch.ones(num_requests + 1, dtype=torch.bool),
+    )
+    known.features_SK[:-1, :num_drafts] = features
+    ids = torch.where(torch.arange(num_drafts) < judged.unsqueeze(1), 7, -1)
+    slots = torch.arange(num_requests)
+    observe_drafts(estimator.sums_6K, known, estimator.coefficients, slots, ids, accepted)
+
+
 def accepted_under(features: Tensor, slope: float, intercept: float, generator: torch.Generator) -> Tensor:
     keeps = torch.rand(features.shape, generator=generator) < torch.sigmoid(slope * features + intercept)
     return keeps.long().cumprod(dim=1).sum(dim=1)
@@ -122,7 +127,7 @@ def test_it_learns_the_rule_behind_the_blocks(has_head: bool) -> None:
     estimator = AcceptanceEstimator(3, has_confidence_head=has_head, device=CPU)
     for _ in range(12 * STEPS_PER_UPDATE):
         features = 2 * torch.randn(8, 3, generator=generator)
-        estimator.observe(features, torch.full((8,), 3), accepted_under(features, 1.5, 0.5, generator))
+        observe(estimator, features, torch.full((8,), 3), accepted_under(features, 1.5, 0.5, generator))
         estimator.advance()
     assert estimator.slope.item() == pytest.approx(1.5, abs=0.15)
     assert estimator.intercept_K.tolist() == pytest.approx([0.5] * 3, abs=0.35)  # of the last 100 steps alone
@@ -135,7 +140,7 @@ def test_features_of_the_wrong_row_teach_something_else() -> None:
     for _ in range(6 * STEPS_PER_UPDATE):
         features = 2 * torch.randn(8, 3, generator=generator)
         accepted = accepted_under(features, 1.5, 0.5, generator)
-        estimator.observe(features.roll(1, dims=1), torch.full((8,), 3), accepted)
+        observe(estimator, features.roll(1, dims=1), torch.full((8,), 3), accepted)
         estimator.advance()
     assert estimator.slope.item() < 0.8
 
@@ -144,7 +149,7 @@ def test_coefficients_move_every_hundred_steps_and_shorter_blocks_count_for_thei
     estimator = AcceptanceEstimator(4, has_confidence_head=False, device=CPU)
     for step in range(STEPS_PER_UPDATE):
         assert estimator.intercept_K.tolist() == [-0.2] * 4, step
-        estimator.observe(FEATURES, JUDGED, ACCEPTED)
+        observe(estimator, FEATURES, JUDGED, ACCEPTED)
         estimator.advance()
     assert -0.2 not in estimator.intercept_K[:2].tolist()
     assert estimator.intercept_K[2:].tolist() == [-0.2, -0.2]

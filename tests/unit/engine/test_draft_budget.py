@@ -14,17 +14,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.engine.acceptance_estimator import AcceptanceEstimator, largest_log_odds
+from paceline.engine.acceptance_estimator import AcceptanceEstimator
 from paceline.engine.draft_budget import (
     DraftSchedule,
     best_budget,
     expected_acceptance,
     split_budget,
-    usable_prefix,
 )
 from paceline.engine.draft_length import DraftLengthController
 from paceline.engine.step_cost import CostCurve
 from paceline.errors import ConfigError
+from paceline.ops.draft_chances import largest_log_odds, usable_prefix
 
 SURVIVALS = [[0.9, 0.72, 0.36], [0.6, 0.3, 0.15]]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.engine.draft_stopper import DevicePlan, DraftPlan, DraftStopper, count_drafts, first_drafts
+from paceline.engine.draft_stopper import DevicePlan, DraftPlan, DraftStopper
 from paceline.models.drafters.proposal import Proposal
 
 CPU = torch.device("cpu")
@@ -45,9 +45,9 @@ def test_q_stands_in_for_a_confidence_head() -> None:
 
 def observed(stopper: DraftStopper, slots: torch.Tensor, ids: torch.Tensor, plan: DevicePlan) -> list[float]:
     assert stopper.estimator is not None
-    before = stopper.estimator._sums_6K[5].clone()
+    before = stopper.estimator.sums_6K[5].clone()
     stopper.observe(slots, ids, torch.zeros(len(slots), dtype=torch.int64), plan)
-    counts: list[float] = (stopper.estimator._sums_6K[5] - before).tolist()
+    counts: list[float] = (stopper.estimator.sums_6K[5] - before).tolist()
     return counts
 
 
@@ -60,13 +60,6 @@ def test_blocks_are_observed_with_their_own_features_once_they_are_judged() -> N
     assert observed(stopper, torch.tensor([2, 1]), IDS, plan_of()) == [1, 0, 0]  # of slot 1 nothing is known
     stopper.hold_back(SLOTS[:1], Proposal(IDS[:1]), plan_of())  # one-hot drafts: the old features are not theirs
     assert observed(stopper, SLOTS, IDS, plan_of()) == [1, 0, 0]
-
-
-def test_first_drafts_and_their_number() -> None:
-    proposal = first_drafts(Proposal(IDS), torch.tensor([0, 2]))
-    assert proposal.ids_BK.tolist() == [[-1, -1, -1], [8, 9, -1]]
-    assert count_drafts(proposal.ids_BK).tolist() == [0, 2]
-    assert count_drafts(torch.tensor([[4, -1, 5]])).tolist() == [1]
 
 
 def test_what_all_requests_share_is_not_copied_to_the_device() -> None:

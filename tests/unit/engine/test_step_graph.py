@@ -31,6 +31,7 @@ MOST_CALLS = {
     "dflash sampled": 49,
     "dflash2 greedy": 53,
     "dflash2 sampled": 55,
+    "dflash2 planned": 57,
 }
 
 
