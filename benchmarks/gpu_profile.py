@@ -1,6 +1,7 @@
 """Where the time of a decode step goes: every kernel of a recorded step, by name, with its share.
 
     python -m benchmarks.gpu_profile --shape qwen3-8b --kind dflash --batch 32
+    python -m benchmarks.gpu_profile --kind dflash --temperature 1 --adaptive
     python -m benchmarks.gpu_profile --device cpu --shape tiny-smollm2 --batch 2        the script itself
 
 Steps of `gpu_steps.py` under torch's profiler, which sees the kernels of a replayed graph one by one. It slows the host
@@ -12,19 +13,21 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.command_line import positive, run, say
 from benchmarks.gpu_gate import DEFAULT, MODES, engine_settings
 from benchmarks.random_dense import LINEAR_MODES, random_prompts
 from benchmarks.results import Row, text_table
-from benchmarks.step_driver import time_steps
+from benchmarks.step_driver import StepTimes, time_steps
 from benchmarks.step_shapes import KINDS, PLAIN, SHAPES, make_drafter, make_target
 
 from paceline.errors import EXIT_DONE
 
 if TYPE_CHECKING:
+    from paceline.engine.draft_stopper import DraftStopper
     from paceline.engine.engine import Engine
 
 _CONTEXT, _MAX_MODEL_LEN = 224, 512
@@ -43,14 +46,21 @@ def main(arguments: Sequence[str]) -> int:
     device = torch.device(options.device)
     target = make_target(options.shape, device, dtype=torch.bfloat16, linear_mode=options.linear_mode)
     drafter = None if options.kind == PLAIN else make_drafter(target)
-    settings = engine_settings(options.mode, max_num_seqs=options.batch, max_model_len=_MAX_MODEL_LEN)
+    method = {"draft_sample_method": "probabilistic"} if drafter is not None and options.temperature > 0 else {}
+    settings = engine_settings(options.mode, max_num_seqs=options.batch, max_model_len=_MAX_MODEL_LEN, **method)
     engine = Engine(target, drafter, settings)
     run_round(engine, random_prompts(options.batch, 128, target.contract.vocab_size), _NUM_WARM_UP)
-    times = time_steps(
-        engine, batch=options.batch, context=_CONTEXT, num_warm_up=_NUM_WARM_UP, num_timed=options.num_steps
+    run_steps = partial(
+        time_steps,
+        engine,
+        batch=options.batch,
+        context=_CONTEXT,
+        temperature=options.temperature,
+        stopper=make_stopper(engine) if options.adaptive else None,
     )
+    times = run_steps(num_warm_up=_NUM_WARM_UP, num_timed=options.num_steps)
     say(f"{options.shape}, {options.kind}, batch {options.batch}: {times.median_ms:.4g} ms a step, not profiled")
-    rows = profile(engine, options.batch, options.num_steps)
+    rows = profile(run_steps, options.num_steps, is_gpu=device.type == "cuda")
     total_us = sum(float(str(row["us"])) for row in rows)
     shown = [{**row, "share": float(str(row["us"])) / total_us} for row in rows[: options.num_rows]]
     print(text_table(shown, ["us", "share", "calls", "us_per_call", "kernel"]))
@@ -68,19 +78,28 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--batch", type=positive, default=1)
     parser.add_argument("--mode", choices=MODES, default=DEFAULT)
     parser.add_argument("--linear-mode", choices=LINEAR_MODES, default="auto")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of all requests; default 0")
+    parser.add_argument("--adaptive", action="store_true", help="ask about every draft whether it is worth a row")
     parser.add_argument("--num-steps", type=positive, default=16, help="that are profiled; default 16")
     parser.add_argument("--num-rows", type=positive, default=40, help="kernels that are shown; default 40")
     return parser.parse_args(arguments)
 
 
-def profile(engine: Engine, batch: int, num_steps: int) -> list[Row]:
+def make_stopper(engine: Engine) -> DraftStopper:
+    """What an engine in "adaptive" mode asks about drafts."""
+    from paceline.engine.draft_stopper import DraftStopper
+
+    parts = engine._loop.parts
+    return DraftStopper(engine.settings.max_num_seqs, parts.num_draft_tokens, parts.state.device)
+
+
+def profile(run_steps: Callable[..., StepTimes], num_steps: int, *, is_gpu: bool) -> list[Row]:
     """Kernels of a step, the costliest first: microseconds and calls per step."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
 
-    is_gpu = engine._loop.parts.state.device.type == "cuda"
     with torch_profile(activities=[ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU]) as found:
-        time_steps(engine, batch=batch, context=_CONTEXT, num_warm_up=0, num_timed=num_steps)
+        run_steps(num_warm_up=0, num_timed=num_steps)
     return summarise(found.key_averages(), num_steps, is_gpu=is_gpu)
 
 

@@ -18,6 +18,7 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
+    from paceline.engine.draft_stopper import DraftStopper
     from paceline.engine.engine import Engine
     from paceline.engine.step import StepBatch
 
@@ -40,7 +41,16 @@ class StepTimes:
         return cls(statistics.median(milliseconds), float(p10), float(p90))
 
 
-def time_steps(engine: Engine, *, batch: int, context: int, num_warm_up: int, num_timed: int) -> StepTimes:
+def time_steps(
+    engine: Engine,
+    *,
+    batch: int,
+    context: int,
+    num_warm_up: int,
+    num_timed: int,
+    temperature: float = 0.0,
+    stopper: DraftStopper | None = None,
+) -> StepTimes:
     """Step slots 0 to `batch` - 1 of an idle engine and time every step on its device.
 
     Args:
@@ -49,6 +59,8 @@ def time_steps(engine: Engine, *, batch: int, context: int, num_warm_up: int, nu
         context: positions that each has, within a few. The caches hold whatever lies there.
         num_warm_up: steps before those that count.
         num_timed: steps that count.
+        temperature: of all requests.
+        stopper: asked about every draft and lets all pass, as in "adaptive" mode; None asks nobody.
     """
     import torch
 
@@ -61,10 +73,10 @@ def time_steps(engine: Engine, *, batch: int, context: int, num_warm_up: int, nu
     assert 1 + batch * each <= tables.num_blocks, "the caches hold a full context of every slot"
     for slot in range(batch):
         tables.assign(slot, range(1 + slot * each, 1 + (slot + 1) * each))
-        _admit(engine, slot, context)
+        _admit(engine, slot, context, temperature)
     state.flush()
     tables.flush()
-    make_batch = _batches(engine, batch)
+    make_batch = _batches(engine, batch, temperature, stopper)
     first = max(1, context - _STEPS_ON // 2)
     bound = min(first + _STEPS_ON * rows, each * tables.block_size - rows)
     clock = _DeviceClock(state.device)
@@ -87,11 +99,11 @@ def time_steps(engine: Engine, *, batch: int, context: int, num_warm_up: int, nu
         state.flush()
 
 
-def _admit(engine: Engine, slot: int, context: int) -> None:
+def _admit(engine: Engine, slot: int, context: int, temperature: float) -> None:
     from paceline.engine.request import SamplingParameters
 
     parts = engine._loop.parts
-    parts.state.admit(slot, SamplingParameters(), seed=slot)
+    parts.state.admit(slot, SamplingParameters(temperature=temperature), seed=slot)
     parts.state.restore(slot, length=context, anchor=10 + slot, step=0)
     if parts.recurrent is not None:
         parts.recurrent.begin(slot)
@@ -105,8 +117,10 @@ def _set_back(engine: Engine, batch: int, length: int) -> None:
         parts.recurrent.ends_S[:batch].fill_(length)
 
 
-def _batches(engine: Engine, batch: int) -> Callable[[int], StepBatch]:
-    """Puts steps together as the engine's loop does for greedy requests; asked with a bound of their positions."""
+def _batches(
+    engine: Engine, batch: int, temperature: float, stopper: DraftStopper | None
+) -> Callable[[int], StepBatch]:
+    """Puts steps together as the engine's loop does; asked with a bound of the requests' positions."""
     import torch
 
     from paceline.engine.draft_stopper import DraftPlan
@@ -117,13 +131,14 @@ def _batches(engine: Engine, batch: int) -> Callable[[int], StepBatch]:
 
     num_drafts = engine._loop.parts.num_draft_tokens
     slots = list(range(batch))
-    flags = SamplingFlags.of([SamplingParameters()] * batch)
-    plan = DraftPlan((num_drafts,) * batch, teaches=(True,) * batch)
+    flags = SamplingFlags.of([SamplingParameters(temperature=temperature)] * batch)
+    thresholds = None if stopper is None else (0.0,) * num_drafts
+    plan = DraftPlan((num_drafts,) * batch, thresholds, is_adaptive=(True,) * batch, teaches=(True,) * batch)
 
     def make(bound: int) -> StepBatch:
         bounds = [bound] * batch
         rows = Rows(slots, torch.tensor(slots), bounds, torch.tensor(bounds), num_drafts + 1)
-        return StepBatch(rows=rows, flags=flags, writes_context=num_drafts > 0, plan=plan)
+        return StepBatch(rows=rows, flags=flags, writes_context=num_drafts > 0, plan=plan, stopper=stopper)
 
     return make
 

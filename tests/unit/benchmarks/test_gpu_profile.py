@@ -23,3 +23,10 @@ def test_the_script_names_what_a_step_runs(capsys: pytest.CaptureFixture[str]) -
     assert main([*sizes, "--num-rows", "5"]) == 0
     text = capsys.readouterr().out
     assert "aten::" in text and "all kernels" in text
+
+
+def test_a_sampled_step_in_adaptive_mode_can_be_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--device", "cpu", "--shape", "tiny-smollm2", "--num-steps", "3", "--linear-mode", "plain"]
+    assert main([*sizes, "--kind", "dflash", "--temperature", "1", "--adaptive", "--num-rows", "90"]) == 0
+    text = capsys.readouterr().out
+    assert "aten::sigmoid" in text and "aten::log1p" in text, "chances of drafts, and noise"
