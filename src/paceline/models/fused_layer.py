@@ -1,8 +1,9 @@
 """A decoder layer as few launches on a GPU: what `DecoderLayer` and `ConvolvedLayer` compute, rounded less often.
 
 With few rows a layer is five launches: heads, attention, output and residual, gates, down and residual. With more rows
-products are bound by arithmetic and left to the library, and what lies between two of them is one launch. Which form
-runs follows from the number of rows alone. Attention must let the layer store keys and values (`PagedAttend`).
+products are bound by arithmetic and left to the library, which adds to the stream in the two that end a sublayer; what
+lies between two products is one launch. Which form runs follows from the number of rows alone. Attention must let the
+layer store keys and values (`PagedAttend`).
 
 On a CPU the operations' definitions run in the same order, for tests.
 
@@ -132,6 +133,7 @@ def run_fused(
     first_layer: int = 0,
     offset_R: Tensor | None = None,
     observe: Callable[[int, Tensor], None] | None = None,
+    is_kept: Callable[[int], bool] | None = None,
     prepared: ScaledRows | None = None,
 ) -> Tensor:
     """Return the residual stream after layers that follow each other, a new tensor.
@@ -145,6 +147,8 @@ def run_fused(
         first_layer: the number of the first layer there.
         offset_R: int64, each row's index in its own block, for convolutions; None where each [B] row is one.
         observe: called with 1 and the stream after the first layer, 2 after the second; reading changes nothing.
+        is_kept: whether what `observe` is told with this number will be read after it returned; all of them, if it is
+            not said. Other streams are overwritten by the layer behind.
         prepared: the stream before, prepared for the first norm, if somebody did that already.
     """
     B, T, D = x_BTD.shape
@@ -153,7 +157,8 @@ def run_fused(
         run = _run_convolved
         if offset_R is None:
             offset_R = torch.arange(T, device=x_BTD.device).repeat(B)
-    shared = _Pass(turns_R2P, attend, (B, T), is_neox_style, first_layer, offset_R, prepared)
+    kept = frozenset[int]() if observe is None else frozenset(filter(is_kept or bool, range(1, len(layers) + 1)))
+    shared = _Pass(turns_R2P, attend, (B, T), is_neox_style, first_layer, offset_R, prepared, kept)
     for index, after_RD in enumerate(run(layers, x_BTD.reshape(B * T, D), shared)):
         x_BTD = after_RD.view(B, T, D)
         if observe is not None:
@@ -171,6 +176,7 @@ class _Pass(NamedTuple):
     first_layer: int
     offset_R: Tensor | None
     prepared: ScaledRows | None
+    kept: frozenset[int]
 
     def form(self, layer: FusedLayer) -> HeadForm:
         return HeadForm(layer.num_heads, layer.eps, self.is_neox_style, layer.value_scale)
@@ -223,21 +229,34 @@ def _run_few(layers: Sequence[FusedLayer], x_RD: Tensor, shared: _Pass) -> Itera
 
 
 def _run_many(layers: Sequence[FusedLayer], x_RD: Tensor, shared: _Pass) -> Iterator[Tensor]:
-    """The library's products, and one launch between two of them; the stream after every layer."""
-    _, y_RD = add_norm(x_RD, None, layers[0].input_gain_D, eps=layers[0].eps)
+    """The library's products, and one launch between two of them; the stream after every layer.
+
+    The stream is one tensor, which the products of a layer add to where it lies. So the first norm copies what was
+    handed in, and the norm behind a layer what somebody keeps.
+    """
+    x_RD, y_RD = add_norm(x_RD, None, layers[0].input_gain_D, eps=layers[0].eps, copies=True)
     for index, layer in enumerate(layers):
         qkv_RX = functional.linear(y_RD, layer.qkv, layer.qkv_bias)
         cells, form = shared.cells(index), shared.form(layer)
         q_RNH = place_heads(qkv_RX, shared.turns_R2P, cells, form, qk_gains=layer.qk_gains)
-        y_RD = functional.linear(shared.mixed(index, q_RNH, layer), layer.o, layer.o_bias)
-        x_RD, y_RD = add_norm(x_RD, y_RD, layer.mlp_gain_D, eps=layer.eps)
+        _add_product(x_RD, shared.mixed(index, q_RNH, layer), layer.o, layer.o_bias)
+        _, y_RD = add_norm(x_RD, None, layer.mlp_gain_D, eps=layer.eps)
         gate_RI, up_RI = functional.linear(y_RD, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        y_RD = functional.linear(gated_activation(gate_RI, up_RI, _SILU), layer.down, layer.down_bias)
+        _add_product(x_RD, gated_activation(gate_RI, up_RI, _SILU), layer.down, layer.down_bias)
+        after_RD = x_RD
         if index + 1 < len(layers):
-            x_RD, y_RD = add_norm(x_RD, y_RD, layers[index + 1].input_gain_D, eps=layers[index + 1].eps)
-        else:
-            x_RD = x_RD + y_RD
-        yield x_RD
+            following = layers[index + 1]
+            copies = index + 1 in shared.kept
+            x_RD, y_RD = add_norm(x_RD, None, following.input_gain_D, eps=following.eps, copies=copies)
+        yield after_RD
+
+
+def _add_product(x_RD: Tensor, y_RI: Tensor, weight_DI: Tensor, bias_D: Tensor | None) -> None:
+    """Add a product to the stream in place; without a bias the sum is rounded once, and costs no pass of its own."""
+    if bias_D is None:
+        x_RD.addmm_(y_RI, weight_DI.t())
+    else:
+        x_RD.add_(functional.linear(y_RI, weight_DI, bias_D))
 
 
 def _run_convolved(layers: Sequence[FusedLayer], x_RD: Tensor, shared: _Pass) -> Iterator[Tensor]:

@@ -183,6 +183,29 @@ def test_a_chain_of_layers_is_each_after_the_other(most_rows: int, has_convoluti
     torch.testing.assert_close(y, x, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("most_rows", [0, 64])
+@pytest.mark.parametrize("kept", [None, {2}, {1, 3}])
+def test_neither_the_stream_before_nor_what_is_kept_is_overwritten(most_rows: int, kept: set[int] | None) -> None:
+    """And keeping changes nothing. Layers behind do overwrite what nobody keeps, or this test would prove nothing."""
+    layers = [prepared(decoder_layer(qk_norm=True)) for _ in range(4)]
+    forms = [layer.fused._replace(most_rows=most_rows) for layer in layers if layer.fused is not None]
+    x, turns = torch.randn(2, 3, 48), position_table(RopeSettings(theta=100.0), 8, 64)[:6]
+    before, seen, then = x.clone(), {}, {}
+
+    def observe(at: int, after: Tensor) -> None:
+        seen[at], then[at] = after, after.clone()
+
+    torch.manual_seed(1)
+    attend = Mixes((2, 3), 2, 8, torch.float32)
+    with torch.inference_mode():
+        unobserved = run_fused(forms, x, turns, attend)
+        y = run_fused(forms, x, turns, attend, observe=observe, is_kept=None if kept is None else kept.__contains__)
+    assert torch.equal(x, before) and torch.equal(y, unobserved) and torch.equal(seen[4], y)
+    for at in (1, 2, 3):
+        is_safe = most_rows == 64 or kept is None or at in kept
+        assert torch.equal(seen[at], then[at]) == is_safe, at
+
+
 def test_blocks_within_a_row_are_kept_apart() -> None:
     layer = prepared(layer_with_convolutions(2))
     x, turns = torch.randn(1, 6, 48), position_table(RopeSettings(theta=100.0), 8, 64)[:6]

@@ -22,6 +22,8 @@ def test_the_reference_agrees_with_a_float64_twin() -> None:
     same, normed = add_norm(x, None, gain, eps=EPS)
     assert same is x
     torch.testing.assert_close(normed, add_norm(x, torch.zeros_like(x), gain, eps=EPS)[1])
+    copy, normed_too = add_norm(x, None, gain, eps=EPS, copies=True)
+    assert torch.equal(copy, x) and copy.data_ptr() != x.data_ptr() and torch.equal(normed_too, normed)
 
 
 def test_shapes_that_differ_are_refused() -> None:
@@ -32,14 +34,15 @@ def test_shapes_that_differ_are_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize(("adds", "copies"), [(True, False), (False, False), (False, True)])
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 100), (5, 576)])
 def test_the_kernel_agrees_with_the_reference(
-    kernel_device: torch.device, dtype: torch.dtype, adds: bool, rows: int, width: int
+    kernel_device: torch.device, dtype: torch.dtype, adds: bool, copies: bool, rows: int, width: int
 ) -> None:
     x, y, gain = random(rows, width, dtype=dtype), random(rows, width, dtype=dtype), random(width)
     expected = add_norm_reference(x, y if adds else None, gain, EPS)
     there = [part.to(kernel_device) for part in (x, y, gain)]
-    found = add_norm_triton(there[0], there[1] if adds else None, there[2], EPS)
+    found = add_norm_triton(there[0], there[1] if adds else None, there[2], EPS, copies)
+    assert (found[0].data_ptr() == there[0].data_ptr()) == (not adds and not copies)
     for ours, right in zip(found, expected, strict=True):
         assert_close(ours, right, is_interpreted=kernel_device.type == "cpu", roundings=2)

@@ -81,7 +81,8 @@ class DenseTarget(DenseStage):
         x = rows.x_TD.view(*token_ids_BT.shape, -1)
         if taps is not None:
             taps.observe(0, x)
-        x = run_fused(self._fused, x, turns, attend, observe=None if taps is None else taps.observe, prepared=rows)
+        observe, is_kept = (None, None) if taps is None else (taps.observe, taps.wants)
+        x = run_fused(self._fused, x, turns, attend, observe=observe, is_kept=is_kept, prepared=rows)
         hidden: Tensor = self.norm(x)
         return hidden
 
