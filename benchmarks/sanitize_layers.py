@@ -189,6 +189,8 @@ def _norms(device: torch.device) -> Iterator[Case]:
         for name, added in (("sum", y), ("alone", None)):
             both = (add_norm_reference, add_norm_triton)
             yield f"add_norm, {name}, {dtype}", partial(compared, *both, (x, added, gain, _EPS), 2 * allowed)
+        arguments = (x, None, gain, _EPS, True)
+        yield f"add_norm, copy, {dtype}", partial(compared, add_norm_reference, add_norm_triton, arguments, 2 * allowed)
         yield f"scale_rows, {dtype}", partial(compared, scale_rows_reference, scale_rows_triton, (x, gain), allowed)
         taps = tuple(random(device, 5, 37, dtype=dtype) for _ in range(3))
         gains = random(device, 3, 37, dtype=dtype)

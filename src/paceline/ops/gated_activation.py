@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ShapeError
-from paceline.ops.dispatch import choose, kernel, needs_gradient, tl, triton
+from paceline.ops.dispatch import choose, dependent_launch, kernel, needs_gradient, tl, triton
 from paceline.ops.elementwise import sigmoid, widen
 
 _LARGEST_BLOCK = 1024  # channels per program
@@ -81,7 +81,12 @@ def _gated_activation_kernel(
     IS_SITU: tl.constexpr,
     BOUNDS_UP: tl.constexpr,
     BLOCK: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
+    if USE_PDL:
+        # In this order: launches behind may read what is older than this one at once.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -112,6 +117,8 @@ def gated_activation_triton(gate_TI: Tensor, up_TI: Tensor, activation: Activati
             IS_SITU=activation.kind == "situ",
             BOUNDS_UP=activation.kind == "situ" and activation.linear_beta is not None,
             BLOCK=block,
+            USE_PDL=dependent_launch(),
+            launch_pdl=dependent_launch(),
         )
     return y_TI
 

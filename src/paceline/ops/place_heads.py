@@ -1,18 +1,23 @@
 """What follows a q/k/v projection that the library made: q/k norms, rotation, keys and values stored, in one launch.
 
-As in `project_heads.py`, on heads that are rounded already. T rows, N query heads, M key/value heads, H head size,
-X = (N + 2M) * H.
+As in `project_heads.py`, on heads that are rounded already. A program has heads of one kind, of one row or of several,
+so that what a head is for is asked once and not for every channel.
+
+T rows, N query heads, M key/value heads, H head size, X = (N + 2M) * H.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from paceline.ops.dispatch import choose, kernel, tl, triton
+from paceline.ops.dispatch import choose, dependent_launch, kernel, tl, triton
 from paceline.ops.project_heads import Cells, HeadForm, check_heads, finish_heads_reference
 
-_LARGEST_TILE = 2048  # pairs of channels per program
+_TILE = 1024  # pairs of channels per program: of either half of a head, a thread loads 16 bytes
+_FILLING = 132 * 8  # programs; before there are so many, none takes several rows
 
 
 def place_heads_reference(
@@ -31,6 +36,7 @@ def _place_heads_kernel(
     row_ptr: tl.tensor,
     planes_ptr: tl.tensor,
     q_ptr: tl.tensor,
+    num_rows: tl.tensor,
     side_stride: tl.tensor,
     head_stride: tl.tensor,
     eps: tl.tensor,
@@ -41,17 +47,25 @@ def _place_heads_kernel(
     TURNED: tl.constexpr,
     IS_NEOX: tl.constexpr,
     HAS_QK_NORM: tl.constexpr,
+    ROWS: tl.constexpr,
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
     HALF: tl.constexpr = HEAD_SIZE // 2
     ALL_HEADS: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    if USE_PDL:
+        # In this order: launches behind may read what is older than this one at once.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    first_head = tl.program_id(1) * HEADS  # HEADS divides both numbers of heads: those behind it are of its kind
+    is_query, is_value = first_head < NUM_HEADS, first_head >= NUM_HEADS + NUM_KV_HEADS
+    cell = tl.arange(0, ROWS * HEADS)
+    row = tl.program_id(0).to(tl.int64) * ROWS + cell // HEADS
+    head = first_head + cell % HEADS
     pair = tl.arange(0, PAIRS)
-    is_cell = (head < ALL_HEADS)[:, None] & (pair < HALF)[None, :]
-    is_query, is_key = head < NUM_HEADS, (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
-    is_turned = pair < TURNED
+    is_row, is_turned = row < num_rows, pair < TURNED
+    is_cell = is_row[:, None] & (pair < HALF)[None, :]
     # Channels past the turned ones are paired as halves, whichever pairing the turned ones have.
     if IS_NEOX and TURNED == HALF:  # the same as below, and plain to the compiler, which then reads 16 bytes at once
         channel = pair
@@ -63,54 +77,54 @@ def _place_heads_kernel(
         channel = tl.where(is_turned, 2 * pair, pair + TURNED)
         other_channel = tl.where(is_turned, 2 * pair + 1, pair + HALF)
     dtype = q_ptr.dtype.element_ty
-    source = qkv_ptr + row * (ALL_HEADS * HEAD_SIZE) + head[:, None] * HEAD_SIZE
-    first = tl.load(source + channel[None, :], mask=is_cell, other=0.0).to(tl.float32)
-    second = tl.load(source + other_channel[None, :], mask=is_cell, other=0.0).to(tl.float32)
-    turns = is_cell & (is_query | is_key)[:, None]
-    if HAS_QK_NORM:
-        factor = tl.rsqrt(tl.sum(first * first + second * second, axis=1) / HEAD_SIZE + eps)[:, None]
-        reads_q, reads_k = is_cell & is_query[:, None], is_cell & is_key[:, None]
-        every = tl.zeros([HEADS, 1], dtype=tl.int32)
-        gain = tl.load(q_gain_ptr + channel[None, :] + every, mask=reads_q, other=0.0).to(tl.float32)
-        gain += tl.load(k_gain_ptr + channel[None, :] + every, mask=reads_k, other=0.0).to(tl.float32)
-        first = tl.where(turns, (first * factor * gain).to(dtype).to(tl.float32), first)
-        gain = tl.load(q_gain_ptr + other_channel[None, :] + every, mask=reads_q, other=0.0).to(tl.float32)
-        gain += tl.load(k_gain_ptr + other_channel[None, :] + every, mask=reads_k, other=0.0).to(tl.float32)
-        second = tl.where(turns, (second * factor * gain).to(dtype).to(tl.float32), second)
-    turn_at = turn_ptr + row * (2 * TURNED) + pair
-    cosine = tl.load(turn_at, mask=is_turned, other=1.0).to(dtype).to(tl.float32)[None, :]
-    sine = tl.load(turn_at + TURNED, mask=is_turned, other=0.0).to(dtype).to(tl.float32)[None, :]
-    turned = (first * cosine).to(dtype).to(tl.float32) - second * sine
-    other_turned = (second * cosine).to(dtype).to(tl.float32) + first * sine
-    first = tl.where(turns, turned, first * value_scale).to(dtype)
-    second = tl.where(turns, other_turned, second * value_scale).to(dtype)
-    at = q_ptr + row * (NUM_HEADS * HEAD_SIZE) + head[:, None] * HEAD_SIZE
-    stores = is_cell & is_query[:, None]
-    tl.store(at + channel[None, :], first, mask=stores)
-    tl.store(at + other_channel[None, :], second, mask=stores)
-    side = tl.maximum(head - NUM_HEADS, 0) // NUM_KV_HEADS
-    kv_head = tl.maximum(head - NUM_HEADS, 0) % NUM_KV_HEADS
-    plane = side.to(tl.int64) * side_stride + kv_head.to(tl.int64) * head_stride
-    at = planes_ptr + plane[:, None] + tl.load(row_ptr + row) * HEAD_SIZE
-    stores = is_cell & (head >= NUM_HEADS)[:, None]
-    tl.store(at + channel[None, :], first, mask=stores)
-    tl.store(at + other_channel[None, :], second, mask=stores)
+    source = qkv_ptr + row * (ALL_HEADS * HEAD_SIZE) + head * HEAD_SIZE
+    first = tl.load(source[:, None] + channel[None, :], mask=is_cell, other=0.0).to(tl.float32)
+    second = tl.load(source[:, None] + other_channel[None, :], mask=is_cell, other=0.0).to(tl.float32)
+    if is_value:
+        first = first * value_scale
+        second = second * value_scale
+    else:
+        turn_at = turn_ptr + row[:, None] * (2 * TURNED) + pair[None, :]
+        has_turn = is_row[:, None] & is_turned[None, :]
+        cosine = tl.load(turn_at, mask=has_turn, other=1.0).to(dtype).to(tl.float32)
+        sine = tl.load(turn_at + TURNED, mask=has_turn, other=0.0).to(dtype).to(tl.float32)
+        if HAS_QK_NORM:
+            gain_ptr = tl.where(is_query, q_gain_ptr, k_gain_ptr)
+            factor = tl.rsqrt(tl.sum(first * first + second * second, axis=1) / HEAD_SIZE + eps)[:, None]
+            is_channel = (pair < HALF)[None, :]
+            gain = tl.load(gain_ptr + channel[None, :], mask=is_channel, other=0.0).to(tl.float32)
+            first = (first * factor * gain).to(dtype).to(tl.float32)
+            gain = tl.load(gain_ptr + other_channel[None, :], mask=is_channel, other=0.0).to(tl.float32)
+            second = (second * factor * gain).to(dtype).to(tl.float32)
+        turned = (first * cosine).to(dtype).to(tl.float32) - second * sine
+        second = (second * cosine).to(dtype).to(tl.float32) + first * sine
+        first = turned
+    kv_head = tl.maximum(head - NUM_HEADS, 0)
+    plane = (kv_head // NUM_KV_HEADS).to(tl.int64) * side_stride + (kv_head % NUM_KV_HEADS).to(tl.int64) * head_stride
+    plane += tl.load(row_ptr + row, mask=is_row & (first_head >= NUM_HEADS), other=0) * HEAD_SIZE
+    # A choice between addresses, not a branch: behind one, the compiler no longer knows that 16 bytes go at once.
+    at = tl.where(is_query, q_ptr + (row * NUM_HEADS + head) * HEAD_SIZE, planes_ptr + plane)
+    tl.store(at[:, None] + channel[None, :], first.to(dtype), mask=is_cell)
+    tl.store(at[:, None] + other_channel[None, :], second.to(dtype), mask=is_cell)
 
 
 def place_heads_triton(
     qkv_TX: Tensor, qk_gains: tuple[Tensor, Tensor] | None, turns_T2R: Tensor, cells: Cells, form: HeadForm
 ) -> Tensor:
-    """Launch one program per row and run of heads."""
+    """Launch one program per some rows and some heads of a kind."""
     qkv_TX = qkv_TX.contiguous()
     num_rows = qkv_TX.shape[0]
     num_kv_heads, head_size = cells.planes.shape[1], cells.planes.shape[4]
-    num_heads = form.num_heads + 2 * num_kv_heads
     pairs = triton.next_power_of_2(head_size // 2)
-    heads = max(1, min(triton.next_power_of_2(num_heads), _LARGEST_TILE // pairs // (1 if num_rows > 256 else 4)))
+    shared = math.gcd(form.num_heads, num_kv_heads)
+    heads = min(shared & -shared, max(1, _TILE // pairs))
+    num_runs = (form.num_heads + 2 * num_kv_heads) // heads
+    rows = max(1, _TILE // pairs // heads) if num_rows * num_runs > _FILLING else 1
+    is_dependent = dependent_launch()
     q_TNH = torch.empty((num_rows, form.num_heads, head_size), dtype=qkv_TX.dtype, device=qkv_TX.device)
     q_gain, k_gain = (qkv_TX, qkv_TX) if qk_gains is None else qk_gains
     with torch.cuda.device_of(qkv_TX):
-        _place_heads_kernel[num_rows, triton.cdiv(num_heads, heads)](
+        _place_heads_kernel[triton.cdiv(num_rows, rows), num_runs](
             qkv_TX,
             q_gain,
             k_gain,
@@ -118,6 +132,7 @@ def place_heads_triton(
             cells.rows_T.contiguous(),
             cells.planes,
             q_TNH,
+            num_rows,
             cells.planes.stride(0),
             cells.planes.stride(1),
             form.eps,
@@ -128,8 +143,12 @@ def place_heads_triton(
             TURNED=turns_T2R.shape[2],
             IS_NEOX=form.is_neox_style,
             HAS_QK_NORM=qk_gains is not None,
+            ROWS=rows,
             HEADS=heads,
             PAIRS=pairs,
+            USE_PDL=is_dependent,
+            num_warps=max(1, min(4, rows * heads * pairs // 256)),
+            launch_pdl=is_dependent,
         )
     return q_TNH
 

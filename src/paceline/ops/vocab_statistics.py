@@ -17,6 +17,7 @@ from torch import Tensor
 
 from paceline.ops import noise
 from paceline.ops.dispatch import kernel, tl, triton
+from paceline.ops.largest_ids import largest_of_runs
 from paceline.ops.noise import gumbel_of_token, key_state
 from paceline.ops.target_distribution import GREEDY_BELOW, rows_are_greedy
 
@@ -101,7 +102,6 @@ def _vocab_statistics_kernel(
     vocab_size: tl.tensor,
     NUM_CANDIDATES: tl.constexpr,
     HAS_LOG_Q: tl.constexpr,
-    ALL_GREEDY: tl.constexpr,
     GREEDY_BELOW: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
@@ -118,26 +118,25 @@ def _vocab_statistics_kernel(
     out = row * tl.num_programs(1) + tile
     tl.store(best_ptr + out, tl.where(has_nan > 0, float("nan"), best))
     tl.store(best_id_ptr + out, best_id)
-    if not ALL_GREEDY:
-        shift = tl.where((best > float("-inf")) & (best < float("inf")), best, 0.0)
-        weights = tl.exp(tl.minimum(logits - shift, 0.0))  # the bound is for rows with +inf, whose sums say nothing
-        is_outside = is_inside
-        if index < num_rows - 1:  # the bonus row has no candidates
-            first = (request * (num_rows - 1) + index).to(tl.int64) * NUM_CANDIDATES
-            for c in range(NUM_CANDIDATES):
-                candidate = tl.load(candidate_ptr + first + c)
-                if HAS_LOG_Q:  # with q = 0 it is none
-                    candidate = tl.where(tl.load(log_q_ptr + first + c) == float("-inf"), -1, candidate)
-                is_outside &= ids != candidate
-        noisy = tl.where(is_outside, logits, float("-inf"))
-        if tl.load(temperature_ptr + request) >= GREEDY_BELOW:
-            position = tl.load(anchor_position_ptr + request) + index
-            noisy += gumbel_of_token(key_state(tl.load(seed_ptr + request), position, 0), ids)
-        noisy_best = tl.max(noisy, axis=0)
-        tl.store(mass_ptr + out, tl.sum(weights, axis=0))
-        tl.store(outside_mass_ptr + out, tl.sum(tl.where(is_outside, weights, 0.0), axis=0))
-        tl.store(noisy_ptr + out, noisy_best)
-        tl.store(noisy_id_ptr + out, tl.min(tl.where(noisy == noisy_best, ids, 0x7FFF_FFFF), axis=0))
+    shift = tl.where((best > float("-inf")) & (best < float("inf")), best, 0.0)
+    weights = tl.exp(tl.minimum(logits - shift, 0.0))  # the bound is for rows with +inf, whose sums say nothing
+    is_outside = is_inside
+    if index < num_rows - 1:  # the bonus row has no candidates
+        first = (request * (num_rows - 1) + index).to(tl.int64) * NUM_CANDIDATES
+        for c in range(NUM_CANDIDATES):
+            candidate = tl.load(candidate_ptr + first + c)
+            if HAS_LOG_Q:  # with q = 0 it is none
+                candidate = tl.where(tl.load(log_q_ptr + first + c) == float("-inf"), -1, candidate)
+            is_outside &= ids != candidate
+    noisy = tl.where(is_outside, logits, float("-inf"))
+    if tl.load(temperature_ptr + request) >= GREEDY_BELOW:
+        position = tl.load(anchor_position_ptr + request) + index
+        noisy += gumbel_of_token(key_state(tl.load(seed_ptr + request), position, 0), ids)
+    noisy_best = tl.max(noisy, axis=0)
+    tl.store(mass_ptr + out, tl.sum(weights, axis=0))
+    tl.store(outside_mass_ptr + out, tl.sum(tl.where(is_outside, weights, 0.0), axis=0))
+    tl.store(noisy_ptr + out, noisy_best)
+    tl.store(noisy_id_ptr + out, tl.min(tl.where(noisy == noisy_best, ids, 0x7FFF_FFFF), axis=0))
 
 
 def vocab_statistics_triton(
@@ -160,9 +159,13 @@ def vocab_statistics_triton(
         anchor_position_B: int64; row i draws with the noise of position anchor + i.
         log_q_BKC: float32; candidates with -inf are none. None takes all of them for candidates.
         all_greedy: every request is greedy, whatever the temperatures say; only the best logits and their ids are
-            found, and the other statistics mean nothing.
+            found, in tiles of another size, and the other statistics mean nothing.
     """
     num_requests, num_rows, vocab_size = logits_BLV.shape
+    if all_greedy:
+        best_RS, best_ids_RS = largest_of_runs(logits_BLV.reshape(-1, vocab_size))
+        best_BLS, best_ids_BLS = (found.view(num_requests, num_rows, -1) for found in (best_RS, best_ids_RS))
+        return VocabStatistics(best_BLS, best_ids_BLS, best_BLS, best_BLS, best_BLS, best_ids_BLS)
     num_tiles = triton.cdiv(vocab_size, TILE)
     shape = (num_requests, num_rows, num_tiles)
     numbers = [torch.empty(shape, dtype=torch.float32, device=logits_BLV.device) for _ in range(4)]
@@ -181,7 +184,6 @@ def vocab_statistics_triton(
             vocab_size,
             NUM_CANDIDATES=candidate_ids_BKC.shape[2],
             HAS_LOG_Q=log_q_BKC is not None,
-            ALL_GREEDY=all_greedy,
             GREEDY_BELOW=GREEDY_BELOW,
             TILE=TILE,
         )

@@ -8,6 +8,7 @@ from tests.unit.ops.products import DTYPES
 from tests.unit.ops.test_project_heads import assert_same, inputs
 
 from paceline.errors import ShapeError
+from paceline.ops import place_heads as module
 from paceline.ops.place_heads import place_heads, place_heads_reference, place_heads_triton
 from paceline.ops.project_heads import project_heads
 
@@ -34,18 +35,26 @@ def test_heads_that_do_not_fit_are_refused() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_neox_style", [True, False])
 @pytest.mark.parametrize("has_qk_norm", [True, False])
-@pytest.mark.parametrize(("T", "head_size", "rotated"), [(1, 64, 64), (5, 16, 8), (3, 10, 10)])
+@pytest.mark.parametrize(
+    ("T", "head_size", "rotated", "filling"), [(1, 64, 64, 99), (5, 16, 8, 99), (3, 10, 10, 99), (5, 10, 8, 0)]
+)
 def test_the_kernel_agrees_with_the_reference(
     kernel_device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
     T: int,
     head_size: int,
     rotated: int,
     has_qk_norm: bool,
     is_neox_style: bool,
     dtype: torch.dtype,
+    filling: int,
 ) -> None:
+    """With more programs than fill a GPU each takes several rows: here four, the last of them alone."""
+    monkeypatch.setattr(module, "_FILLING", filling)
+    monkeypatch.setattr(module, "_TILE", 64)
     given = inputs(
         T,
+        num_heads=4 if T == 5 else 3,  # two of a kind, or one, in a program
         dtype=dtype,
         head_size=head_size,
         rotated=rotated,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paceline.models.drafters.proposal import MAX_CANDIDATES, DraftSampling, Proposal
 from paceline.models.drafters.vocabulary import DraftVocabulary
+from paceline.ops.largest_ids import largest_ids
 from paceline.ops.top_k_tokens import top_k_tokens
 
 
@@ -35,8 +36,8 @@ def draw_rows(
         Target ids and, for "probabilistic", the best candidates, at most `MAX_CANDIDATES`, with their exact q.
     """
     # Equal scores go to the lowest id, as in the target's own argmax.
-    if sampling.method == "greedy":  # on a CPU max is four times as fast as argmax
-        best_BK1 = scores_BKV.max(dim=-1, keepdim=True).indices
+    if sampling.method == "greedy":
+        best_BK1 = largest_ids(scores_BKV).unsqueeze(-1)
         return Proposal(_target_ids(best_BK1, draft_ids_BKV, vocabulary).squeeze(-1))
     values_BKC, columns_BKC = top_k_tokens(scores_BKV, min(MAX_CANDIDATES, scores_BKV.shape[-1]))
     ids_BKC = _target_ids(columns_BKC, draft_ids_BKV, vocabulary)
