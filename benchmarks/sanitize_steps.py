@@ -28,6 +28,7 @@ from paceline.ops.draw_candidates import (
     draw_candidates_triton,
 )
 from paceline.ops.finalise_block import Verdict
+from paceline.ops.largest_ids import largest_ids_reference, largest_ids_triton
 from paceline.ops.slot_columns import FIRST_STOP, IS_ALIVE, LIMIT, NUM_FRACTIONS, NUM_WHOLE, SlotColumns
 from paceline.ops.step_rows import CacheCells, WaitingDrafts, step_rows_reference, step_rows_triton
 from paceline.ops.store_drafts import store_drafts_reference, store_drafts_triton
@@ -41,7 +42,7 @@ _SLOTS, _DRAFTS, _CANDIDATES, _VOCABULARY = 5, 4, 3, 50  # the last slot is the 
 
 def step_cases(device: torch.device) -> Iterator[Case]:
     """All cases of a step's ends."""
-    for make in (_rows, _blocks, _commits, _stores, _chances, _noise, _tempered, _draws, _best, _cells):
+    for make in (_rows, _blocks, _commits, _stores, _chances, _noise, _tempered, _draws, _best, _largest, _cells):
         yield from make(device)
 
 
@@ -176,6 +177,13 @@ def _best(device: torch.device) -> Iterator[Case]:
             f"top_k_tokens, {dtype}",
             partial(compared, top_k_tokens_reference, top_k_tokens_triton, (scores, 6), _EXACT),
         )
+
+
+def _largest(device: torch.device) -> Iterator[Case]:
+    for dtype, _ in dtypes(device):
+        scores = random(device, 2, 5000, dtype=dtype)  # runs of several turns, the last of them not full
+        both = (largest_ids_reference, largest_ids_triton)
+        yield f"largest_ids, {dtype}", partial(compared, *both, (scores,), _EXACT)
 
 
 def _cells(device: torch.device) -> Iterator[Case]:

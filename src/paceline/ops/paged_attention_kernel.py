@@ -31,6 +31,7 @@ _STAGES = 3  # turns on their way: with more, a multiprocessor has shared memory
 _SHARED_BYTES = 96 * 1024
 _MOST_JOIN_STAGES = 8  # parts whose sums are on their way
 _MOST_EARLY = 1024  # channels of a row: a launch of more, begun early, takes the memory from the one ahead
+_LEAST_PLACED = 64  # rows: with more, the one ahead places heads, and needs no memory
 _NO_WINDOW = 2**30
 _NUM_COUNTERS = 2**16
 # Arrivals at each tile of a launch, zero between launches. Launches on a device follow each other, on one stream.
@@ -49,6 +50,7 @@ class Launch:
         least_turns: of a part.
         alone_turns: contexts of up to so many are not shared: handing sums over takes longer.
         wanted: programs that fill the GPU.
+        fetched: turns whose keys and values are asked for before anything else is waited for.
     """
 
     queries: int
@@ -58,6 +60,7 @@ class Launch:
     least_turns: int = 1
     alone_turns: int = 3
     wanted: int = 256
+    fetched: int = 0
 
 
 @kernel
@@ -132,16 +135,16 @@ def _paged_attention_kernel(
     block = tl.load(table_at + key // PAGE, mask=key < end_cached, other=0)
     plane = num_blocks.to(tl.int64) * (PAGE * HEAD)
     cached_keys, cached_values = planes_ptr + head * plane, planes_ptr + (KV_HEADS + head) * plane
+    # Keys of earlier passes have been there for long. Those of this one, like the queries, are the kernel ahead's.
+    for turn in tl.static_range(FETCHED):
+        old_key = key + turn * KEYS
+        is_old = (old_key < tl.minimum(end_cached, start)) & (turn < num_turns)
+        old_block = tl.load(table_at + old_key // PAGE, mask=is_old, other=0)
+        offset = (old_block.to(tl.int64) * PAGE + old_key % PAGE) * HEAD
+        for at in tl.static_range(0, HEAD, 64):
+            _fetch_ahead(cached_keys + offset + at, is_old)
+            _fetch_ahead(cached_values + offset + at, is_old)
     if USE_PDL:
-        # Keys of earlier passes have been there for long. Those of this one, like the queries, are the kernel ahead's.
-        for turn in tl.static_range(FETCHED):
-            old_key = key + turn * KEYS
-            is_old = (old_key < tl.minimum(end_cached, start)) & (turn < num_turns)
-            old_block = tl.load(table_at + old_key // PAGE, mask=is_old, other=0)
-            offset = (old_block.to(tl.int64) * PAGE + old_key % PAGE) * HEAD
-            for at in tl.static_range(0, HEAD, 64):
-                _fetch_ahead(cached_keys + offset + at, is_old)
-                _fetch_ahead(cached_values + offset + at, is_old)
         tl.extra.cuda.gdc_wait()
 
     channel = tl.arange(0, CHANNELS)
@@ -287,7 +290,11 @@ def paged_attention_triton(
         assert num_tiled <= _NUM_COUNTERS, "so many tiles fill any GPU without sharing contexts"
         sums = _room_for_sums(num_tiled * num_parts * launch.queries * (H + 2), device)
         counters = _counters_of(device)
-    is_early = dependent_launch() and N * H <= _MOST_EARLY and num_tiled <= _MULTIPROCESSORS
+    is_alone = N * H <= _MOST_EARLY and num_tiled <= _MULTIPROCESSORS
+    is_early = dependent_launch() and (is_alone or B * T > _LEAST_PLACED)
+    fetched = max(launch.fetched, launch.stages if is_early else 0)
+    if triton.knobs.runtime.interpret:
+        fetched = 0  # the interpreter has no instructions of a GPU
     with torch.cuda.device_of(q_BTNH):
         _paged_attention_kernel[num_tiles, B * num_kv_heads, num_parts](
             q_BTNH,
@@ -318,7 +325,7 @@ def paged_attention_triton(
             KEYS=launch.keys,
             IS_SHARED=num_parts > 1,
             JOIN_STAGES=max(2, min(_MOST_JOIN_STAGES, _SHARED_BYTES // (4 * launch.queries * channels))),
-            FETCHED=launch.stages,
+            FETCHED=fetched,
             HAS_TAIL=tail is not None,
             IS_CAUSAL=is_causal,
             HAS_FIRSTS=firsts_B is not None,

@@ -131,7 +131,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from paceline.ops import block_rows, candidate_walk, commit_step, context_kv, draw_candidates, finalise_block
 from paceline.ops import finalise_rows, grouped_convolution, noise, paged_attention_kernel, sample_tokens, step_rows
-from paceline.ops import store_drafts, target_distribution, top_k_tokens, vocab_statistics
+from paceline.ops import largest_ids, store_drafts, target_distribution, top_k_tokens, vocab_statistics
 
 def compile_for_hopper(function, pointers, sizes, constants):
     signature = {name: "*" + kind for name, kind in pointers.items()} | sizes | dict.fromkeys(constants, "constexpr")
@@ -182,8 +182,14 @@ for num_candidates in (0, 16):
         named("logits_ptr", "bf16" if num_candidates else "fp32")
         | named("outside_mass_ptr log_q_ptr", "fp32") | named("candidate_ptr", "i64") | STATISTICS | SETTINGS,
         named("num_rows vocab_size", "i32"),
-        {"NUM_CANDIDATES": num_candidates, "HAS_LOG_Q": num_candidates > 0, "ALL_GREEDY": num_candidates == 0,
-         "GREEDY_BELOW": 1e-5, "TILE": 2048},
+        {"NUM_CANDIDATES": num_candidates, "HAS_LOG_Q": num_candidates > 0, "GREEDY_BELOW": 1e-5, "TILE": 2048},
+    )
+for tells_nan in (False, True):
+    compile_for_hopper(
+        largest_ids._largest_of_runs_kernel,
+        named("scores_ptr", "bf16") | named("best_ptr", "fp32") | named("id_ptr", "i64"),
+        named("vocab_size num_turns", "i32"),
+        {"TELLS_NAN": tells_nan, "TURN": 2048, "STAGES": 4},
     )
 VERDICT = (
     named("logits_ptr log_q_ptr", "fp32")
