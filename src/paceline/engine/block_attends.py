@@ -48,19 +48,23 @@ class BlockPerRequest:
         self._num_kv_heads, self._is_row_invariant = cache.num_kv_heads, is_row_invariant
         spans = zip(slots, lengths, firsts, strict=True)
         self._contexts = [cache.reader(slot, length, first) for slot, length, first in spans]
-        self._masks = Masks(num_rows, cache.num_kv_heads, is_bool=is_row_invariant)
+        self._masks = Masks(num_rows, cache.num_kv_heads, is_bool=False)
         self._visible = Masks(num_rows, cache.num_kv_heads, is_bool=True)
 
     def __call__(
         self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor, *, sink_N: Tensor | None = None
     ) -> Tensor:
         contexts = self._contexts_of(layer, k_BTMH.transpose(1, 2), v_BTMH.transpose(1, 2))
-        masks = self._masks_of(layer, q_BTNH, self._visible if sink_N is not None else self._masks)
-        if sink_N is None and not self._is_row_invariant:
+        window, is_causal = self._windows[layer], self._causal[layer]
+        spans = zip(self._lengths, self._firsts, strict=True)
+        if sink_N is None and self._is_row_invariant:
+            rows = [self._masks.tiles_of(*span, window, q_BTNH, is_causal=is_causal) for span in spans]
+            return attend_row_invariant(q_BTNH, contexts, rows)
+        made = self._visible if sink_N is not None else self._masks
+        masks = [made.of(*span, window, q_BTNH, is_causal=is_causal) for span in spans]
+        if sink_N is None:
             return attend_each(q_BTNH, contexts, masks, self._num_kv_heads)
         parts = zip(q_BTNH.split(1), contexts, masks, strict=True)
-        if sink_N is None:
-            return torch.cat([attend_row_invariant(q, *context, mask) for q, context, mask in parts])
         # Drafters alone have sinks, and a drafter's bits never reach the output: they may depend on the block's length.
         mixed = [attention(q.transpose(1, 2), *context, visible=mask, sink_N=sink_N) for q, context, mask in parts]
         return torch.cat(mixed).transpose(1, 2)
@@ -69,11 +73,6 @@ class BlockPerRequest:
         for context, k, v in zip(self._contexts, k_BMTH.split(1), v_BMTH.split(1), strict=True):
             keys, values = context(layer)
             yield torch.cat((keys, k), dim=2), torch.cat((values, v), dim=2)
-
-    def _masks_of(self, layer: int, q_BTNH: Tensor, masks: Masks) -> list[Tensor | None]:
-        window, is_causal = self._windows[layer], self._causal[layer]
-        spans = zip(self._lengths, self._firsts, strict=True)
-        return [masks.of(length, first, window, q_BTNH, is_causal=is_causal) for length, first in spans]
 
 
 class BlockBatched:

@@ -44,7 +44,7 @@ class CausalPerRequest:
         self._write = cache.writer(slots, starts, num_rows)
         spans = zip(slots, starts, firsts, strict=True)
         self._contexts = [cache.reader(slot, start + num_rows, first) for slot, start, first in spans]
-        self._masks = Masks(num_rows, cache.num_kv_heads, is_bool=is_row_invariant)
+        self._masks = Masks(num_rows, cache.num_kv_heads, is_bool=False)
         self._masks_by_window: dict[int | None, list[Tensor | None]] = {}
         self._begins = num_rows > 1 and list(starts) == list(firsts) and not is_row_invariant
 
@@ -58,11 +58,11 @@ class CausalPerRequest:
             q, k, v = (rows.transpose(1, 2) for rows in (q_BTNH, k_BTMH, v_BTMH))
             return causal_attention(q, k, v).transpose(1, 2)
         contexts = (context(layer) for context in self._contexts)
-        masks = self._masks_of(window, q_BTNH)
         if not self._is_row_invariant:
-            return attend_each(q_BTNH, contexts, masks, self._num_kv_heads)
-        parts = zip(q_BTNH.split(1), contexts, masks, strict=True)
-        return torch.cat([attend_row_invariant(q, *context, mask) for q, context, mask in parts])
+            return attend_each(q_BTNH, contexts, self._masks_of(window, q_BTNH), self._num_kv_heads)
+        spans = zip(self._starts, self._firsts, strict=True)
+        rows = [self._masks.tiles_of(start, first, window, q_BTNH, is_causal=True) for start, first in spans]
+        return attend_row_invariant(q_BTNH, contexts, rows)
 
     def _masks_of(self, window: int | None, q_BTNH: Tensor) -> list[Tensor | None]:
         masks = self._masks_by_window.get(window)

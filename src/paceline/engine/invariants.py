@@ -95,10 +95,10 @@ class InvariantChecks:
         self._pool, self._tables, self._caches, self._lengths = pool, tables, caches, lengths
         self._lookahead, self._runs_ahead = lookahead, runs_ahead
         self._random = random.Random(seed)
-        self._published: dict[int, list[bytes]] = {}  # block -> a checksum per cache
-        self._final: dict[tuple[str, int], tuple[int, list[bytes]]] = {}  # (request, index) -> block, checksums
+        self._published: dict[int, tuple[bytes, ...]] = {}  # block -> a checksum per cache
+        self._final: dict[tuple[str, int], tuple[int, tuple[bytes, ...]]] = {}  # (request, index) -> block, checksums
         self._poisoned: set[int] = set()
-        self._poison: list[bytes] = []
+        self._poison: tuple[bytes, ...] = ()
         self._before: dict[str, CheckedRequest] = {}
         self._last_launch: dict[int, int] = {}
         self._launcher: dict[int, str] = {}
@@ -168,7 +168,7 @@ class InvariantChecks:
             _broken("I4", f"block {block} ends at {end}; {held.request_id} is final up to {held.num_final}")
         if self._pool.references(block) != 1 or self._pool.is_hashed(block):
             _broken("I3", f"block {block} is shared or published already")
-        self._published[block] = self._checksums(block)
+        (self._published[block],) = self._checksums([block])
 
     def on_free(self, blocks: Sequence[int], *, fence: int) -> None:
         """Blocks are about to be freed behind a fence."""
@@ -241,24 +241,26 @@ class InvariantChecks:
         gone = [block for block in self._published if not self._pool.is_hashed(block)]
         for block in gone:
             del self._published[block]
-        for block in self._sample(self._published):
-            if self._checksums(block) != self._published[block]:
+        sample = self._sample(self._published)
+        for block, found in zip(sample, self._checksums(sample), strict=True):
+            if found != self._published[block]:
                 _broken("I3", f"published block {block} changed")
 
     def _check_final(self, held: Sequence[CheckedRequest]) -> None:
         size = self._pool.block_size
         places = {(one.request_id, i): one.blocks[i] for one in held for i in range(one.num_final // size)}
         self._final = {where: found for where, found in self._final.items() if where in places}
-        for where in self._sample(places):
-            found = self._checksums(places[where])
+        sample = self._sample(places)
+        for where, found in zip(sample, self._checksums([places[where] for where in sample]), strict=True):
             if self._final.setdefault(where, (places[where], found))[1] != found:
                 _broken("I1", f"block {where[1]} of {where[0]} changed below the positions that are final")
             self._final[where] = (places[where], found)
 
     def _check_padding(self) -> None:
         self._poisoned = {block for block in self._poisoned if self._pool.state(block) == BlockState.FREE}
-        for block in self._sample(self._poisoned):
-            if self._checksums(block) != self._poison:
+        sample = self._sample(self._poisoned)
+        for block, found in zip(sample, self._checksums(sample), strict=True):
+            if found != self._poison:
                 _broken("I9", f"somebody wrote to block {block}, which nobody has")
         for cache in self._caches:
             if cache.planes[:, :, :, TRASH_BLOCK, 0].any():
@@ -274,11 +276,12 @@ class InvariantChecks:
             return
         for cache in self._caches:
             cache.poison_blocks(fresh)
-        self._poison = self._poison or self._checksums(fresh[0])
+        self._poison = self._poison or self._checksums(fresh[:1])[0]
         self._poisoned |= free
 
-    def _checksums(self, block: int) -> list[bytes]:
-        return [cache.checksum(block) for cache in self._caches]
+    def _checksums(self, blocks: Sequence[int]) -> list[tuple[bytes, ...]]:
+        """Of each block, a digest per cache."""
+        return list(zip(*(cache.checksums(blocks) for cache in self._caches), strict=True))
 
     def _find_addresses(self) -> list[int]:
         buffers = [self._tables.table, *(cache.planes for cache in self._caches)]

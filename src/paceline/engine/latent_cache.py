@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.engine.block_contents import (
     allocate_planes,
     are_finite,
-    checksum,
+    checksums,
     copy_blocks,
     fill_blocks,
     poison_blocks,
@@ -101,9 +101,13 @@ class LatentCache:
         """Copy whole blocks; none is both copied from and copied to."""
         copy_blocks(self.planes, source, target)
 
+    def checksums(self, blocks: Sequence[int]) -> list[bytes]:
+        """A digest of everything in each of some blocks, for debug mode and tests."""
+        return checksums(self.planes, blocks)
+
     def checksum(self, block: int) -> bytes:
-        """A digest of everything in a block, for debug mode and tests."""
-        return checksum(self.planes, block)
+        """The digest of a single one."""
+        return self.checksums([block])[0]
 
     def release(self) -> None:
         """Give the memory back; nothing can be read or written any more."""

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from paceline.ops.attention import attention_row_invariant, bias_of
+from paceline.ops.attention import RowTiles, attention_of_tiles, bias_of, row_tiles
 
 
 def visible_keys(position_T: Tensor, key_S: Tensor, window: int | None, *, is_causal: bool) -> Tensor:
@@ -34,12 +34,13 @@ class Masks:
     Args:
         num_rows: T.
         num_kv_heads: M.
-        is_bool: bool [T, S], as row-invariant attention and the reference take them; else from `bias_of`.
+        is_bool: bool [T, S], as the reference takes them; else from `bias_of`.
     """
 
     def __init__(self, num_rows: int, num_kv_heads: int, *, is_bool: bool) -> None:
         self._num_rows, self._num_kv_heads, self._is_bool = num_rows, num_kv_heads, is_bool
         self._made: dict[Hashable, Tensor] = {}
+        self._tiles: dict[Hashable, RowTiles] = {}
 
     def of(self, start: int, first: int, window: int | None, q_BTNH: Tensor, *, is_causal: bool) -> Tensor | None:
         """The mask of T rows from position `start` on over keys from `first` up to the last row; None hides nothing."""
@@ -57,6 +58,17 @@ class Masks:
                 mask = bias_of(mask.unsqueeze(0), q_BTNH.shape[2] // self._num_kv_heads, q_BTNH.dtype)
             self._made[key] = mask
         return mask
+
+    def tiles_of(self, start: int, first: int, window: int | None, q_BTNH: Tensor, *, is_causal: bool) -> RowTiles:
+        """The same for row-invariant attention."""
+        key = (start, first, window, is_causal)
+        tiles = self._tiles.get(key)
+        if tiles is None:
+            key_S = torch.arange(first, start + self._num_rows, device=q_BTNH.device)
+            visible_TS = visible_keys(key_S[start - first :], key_S, window, is_causal=is_causal)
+            tiles = row_tiles(visible_TS, q_BTNH.shape[2] // self._num_kv_heads, q_BTNH.dtype)
+            self._tiles[key] = tiles
+        return tiles
 
 
 def attend_each(
@@ -86,18 +98,19 @@ def attend_each(
     return y_BMRH.view(B, T, N, H) if T == 1 else y_BMRH.view(B, N, T, H).transpose(1, 2)
 
 
-def attend_row_invariant(q_1TNH: Tensor, k_1MSH: Tensor, v_1MSH: Tensor, visible_TS: Tensor | None) -> Tensor:
-    """Attention of a single request in which a row's bits depend on what it sees alone.
+def attend_row_invariant(q_BTNH: Tensor, contexts: Iterable[tuple[Tensor, Tensor]], rows: Sequence[RowTiles]) -> Tensor:
+    """`attend_each` in which a row's bits depend on what it sees alone.
 
     Args:
-        q_1TNH: queries.
-        k_1MSH: keys.
-        v_1MSH: values.
-        visible_TS: from `Masks.of`; None shows everything.
+        q_BTNH: queries.
+        contexts: of each request, keys and values [1, M, S, H].
+        rows: of each request, from `Masks.tiles_of`.
 
     Returns:
-        [1, T, N, H].
+        [B, T, N, H].
     """
-    if visible_TS is None:
-        visible_TS = torch.ones(q_1TNH.shape[1], k_1MSH.shape[2], dtype=torch.bool, device=q_1TNH.device)
-    return attention_row_invariant(q_1TNH[0].transpose(0, 1), k_1MSH[0], v_1MSH[0], visible_TS).transpose(0, 1)[None]
+    mixed = [
+        attention_of_tiles(q_NTH, k_1MSH[0], v_1MSH[0], tiles)
+        for q_NTH, (k_1MSH, v_1MSH), tiles in zip(q_BTNH.transpose(1, 2).unbind(), contexts, rows, strict=True)
+    ]
+    return torch.stack(mixed).transpose(1, 2)

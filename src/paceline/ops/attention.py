@@ -6,6 +6,9 @@ out head-major, [.., M, S, H], because that is how a cache stores them: a reques
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
@@ -108,12 +111,64 @@ def causal_attention(q_BNTH: Tensor, k_BMTH: Tensor, v_BMTH: Tensor) -> Tensor:
     return functional.scaled_dot_product_attention(q_BNTH, k_BMTH, v_BMTH, is_causal=True, enable_gqa=True)
 
 
+class RowTile(NamedTuple):
+    """Query rows that go through one call of row-invariant attention.
+
+    Attributes:
+        first: of these rows.
+        end: behind the last.
+        num_keys: that they look at, a multiple of `KEY_TILE`.
+        bias_RS: 0 or -inf for each of G * `QUERY_TILE` rows.
+    """
+
+    first: int
+    end: int
+    num_keys: int
+    bias_RS: Tensor
+
+
+class RowTiles(NamedTuple):
+    """A mask as `attention_of_tiles` takes it.
+
+    Attributes:
+        visible_TS: bool, as it was given.
+        tiles: of all rows, in order.
+    """
+
+    visible_TS: Tensor
+    tiles: tuple[RowTile, ...]
+
+
+def row_tiles(visible_TS: Tensor, num_copies: int, dtype: torch.dtype) -> RowTiles:
+    """Cut query rows into tiles, once for every layer of a pass.
+
+    Args:
+        visible_TS: bool; each row sees at least one key.
+        num_copies: G, query heads that share keys.
+        dtype: of the queries.
+    """
+    T, S = visible_TS.shape
+    padded_TS = functional.pad(visible_TS, (0, -S % KEY_TILE))
+    last_T = (padded_TS * torch.arange(1, padded_TS.shape[1] + 1, device=padded_TS.device)).amax(dim=1).tolist()
+    tiles_T = [-(-int(last) // KEY_TILE) for last in last_T]
+    tiles = []
+    first = 0
+    while first < T:
+        end = first + 1
+        while end < min(T, first + QUERY_TILE) and tiles_T[end] == tiles_T[first]:
+            end += 1
+        num_keys = tiles_T[first] * KEY_TILE
+        visible = functional.pad(padded_TS[first:end, :num_keys], (0, 0, 0, QUERY_TILE - (end - first)))
+        visible[end - first :, 0] = True  # rows that fill the tile must see something, or their softmax is NaN
+        # From a bool mask torch would make the same numbers at each call.
+        bias_RS = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
+        tiles.append(RowTile(first, end, num_keys, bias_RS.repeat(num_copies, 1)))
+        first = end
+    return RowTiles(visible_TS, tuple(tiles))
+
+
 def attention_row_invariant(q_NTH: Tensor, k_MSH: Tensor, v_MSH: Tensor, visible_TS: Tensor) -> Tensor:
     """Attention of one request in which a row's bits depend on what the row sees alone: not on T, S or its neighbours.
-
-    The kernel always sees one of few shapes: tiles of exactly `QUERY_TILE` query rows over a multiple of `KEY_TILE`
-    keys that follows from the last key a row sees. Rows whose multiples differ go into different tiles. Keys that a
-    row cannot see add an exact zero.
 
     Args:
         q_NTH: queries of one request.
@@ -123,35 +178,56 @@ def attention_row_invariant(q_NTH: Tensor, k_MSH: Tensor, v_MSH: Tensor, visible
     Returns:
         [N, T, H] in q's dtype.
     """
+    tiles = row_tiles(visible_TS, q_NTH.shape[0] // k_MSH.shape[0], q_NTH.dtype)
+    return attention_of_tiles(q_NTH, k_MSH, v_MSH, tiles)
+
+
+def attention_of_tiles(q_NTH: Tensor, k_MSH: Tensor, v_MSH: Tensor, rows: RowTiles) -> Tensor:
+    """`attention_row_invariant` for a mask that was cut already.
+
+    The kernel always sees one of few shapes: tiles of exactly `QUERY_TILE` query rows over a multiple of `KEY_TILE`
+    keys that follows from the last key a row sees. Rows whose multiples differ go into different tiles. Keys that a
+    row cannot see add an exact zero.
+
+    Args:
+        q_NTH: queries of one request.
+        k_MSH: keys.
+        v_MSH: values.
+        rows: from `row_tiles`, for this T, S and N / M.
+    Returns:
+        [N, T, H] in q's dtype.
+    """
     N, T, H = q_NTH.shape
     M, S, _ = k_MSH.shape
-    # A key that a row cannot see may be anything, NaN included, and 0 * NaN is NaN: zeros take the place of all such
-    # keys, and rows that do see one become NaN at the end.
-    is_sound_S = torch.isfinite(k_MSH).all(-1).all(0) & torch.isfinite(v_MSH).all(-1).all(0)
+    assert rows.visible_TS.shape == (T, S), "a mask is cut for its own rows and keys"
+    unsound_S = _unsound_keys(k_MSH, v_MSH)
+    if unsound_S is not None:
+        k_MSH, v_MSH = (each.masked_fill(unsound_S[:, None], 0.0) for each in (k_MSH, v_MSH))
     odd = -H % _ALIGNED_WIDTH
-    k_MSH = functional.pad(k_MSH.masked_fill(~is_sound_S[:, None], 0.0), (0, odd, 0, -S % KEY_TILE))
-    v_MSH = functional.pad(v_MSH.masked_fill(~is_sound_S[:, None], 0.0), (0, odd, 0, -S % KEY_TILE))
-    visible_TS = functional.pad(visible_TS, (0, -S % KEY_TILE))
-    sees_unsound_T = (visible_TS[:, :S] & ~is_sound_S).any(dim=1)
-    last_T = (visible_TS * torch.arange(1, visible_TS.shape[1] + 1, device=visible_TS.device)).amax(dim=1).tolist()
-    tiles_T = [-(-int(last) // KEY_TILE) for last in last_T]
+    k_MSH, v_MSH = (torch.constant_pad_nd(each, (0, odd, 0, -S % KEY_TILE)) for each in (k_MSH, v_MSH))
     mixed = []
-    first = 0
-    while first < T:
-        end = first + 1
-        while end < min(T, first + QUERY_TILE) and tiles_T[end] == tiles_T[first]:
-            end += 1
-        num_keys, missing = tiles_T[first] * KEY_TILE, QUERY_TILE - (end - first)
-        visible = functional.pad(visible_TS[first:end, :num_keys], (0, 0, 0, missing))
-        visible[end - first :, 0] = True  # rows that fill the tile must see something, or their softmax is NaN
-        q = functional.pad(q_NTH[:, first:end], (0, odd, 0, missing)).reshape(1, M, (N // M) * QUERY_TILE, H + odd)
+    for first, end, num_keys, bias_RS in rows.tiles:
+        q = torch.constant_pad_nd(q_NTH[:, first:end], (0, odd, 0, QUERY_TILE - (end - first)))
         y = functional.scaled_dot_product_attention(
-            q,
+            q.reshape(1, M, -1, H + odd),
             k_MSH[None, :, :num_keys],
             v_MSH[None, :, :num_keys],
-            attn_mask=visible.repeat(N // M, 1),
+            attn_mask=bias_RS,
             scale=H**-0.5,
         )
         mixed.append(y.reshape(N, QUERY_TILE, H + odd)[:, : end - first, :H])
-        first = end
-    return torch.cat(mixed, dim=1).masked_fill(sees_unsound_T[:, None], float("nan"))
+    y_NTH = torch.cat(mixed, dim=1)
+    if unsound_S is None:
+        return y_NTH
+    return y_NTH.masked_fill((rows.visible_TS & unsound_S).any(dim=1)[:, None], float("nan"))
+
+
+def _unsound_keys(k_MSH: Tensor, v_MSH: Tensor) -> Tensor | None:
+    """Keys with NaN or infinity, bool [S]; None where there are none.
+
+    A key that a row cannot see may be anything, and 0 * NaN is NaN: zeros take the place of all such keys, and rows
+    that do see one become NaN at the end.
+    """
+    if math.isfinite((k_MSH.sum() + v_MSH.sum()).item()):  # one bad number spoils it; one that overflows is looked into
+        return None
+    return ~(torch.isfinite(k_MSH).all(-1).all(0) & torch.isfinite(v_MSH).all(-1).all(0))

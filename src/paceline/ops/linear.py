@@ -69,12 +69,12 @@ def linear_row_invariant(
     # Rows of odd width start at odd addresses, and MKL's kernels for narrow outputs sum those in another order.
     odd = -rows.shape[1] % _ALIGNED_WIDTH if packed is None else 0
     weight_OI = functional.pad(weight_OI, (0, odd)) if odd else weight_OI
-    padded = functional.pad(rows, (0, odd, 0, missing)) if missing or odd else rows
+    padded = torch.constant_pad_nd(rows, (0, odd, 0, missing)) if missing or odd else rows
     if padded.data_ptr() % _ALIGNED_BYTES or not padded.is_contiguous():
         padded = padded.clone(memory_format=torch.contiguous_format)
-    tiles = [
+    products = [
         functional.linear(tile, weight_OI, bias_O) if packed is None else linear_packed(tile, packed, bias_O)
-        for tile in padded.split(ROW_TILE)
+        for tile in (padded.split(ROW_TILE) if padded.shape[0] > ROW_TILE else (padded,))
     ]
-    y = tiles[0] if len(tiles) == 1 else torch.cat(tiles)
+    y = products[0] if len(products) == 1 else torch.cat(products)
     return y[: rows.shape[0]].reshape(*x_TI.shape[:-1], weight_OI.shape[0])

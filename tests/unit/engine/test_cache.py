@@ -131,6 +131,7 @@ def test_a_checksum_knows_every_number_of_its_block_and_no_other(dtype: torch.dt
         assert [cache.checksum(block) == sums[block] for block in range(5)] == [True, True, True, False, True]
         cache.planes[where] = old
     assert [cache.checksum(block) for block in range(5)] == sums
+    assert cache.checksums([4, 0, 3]) == [sums[4], sums[0], sums[3]] and cache.checksums([]) == []
     cache.copy_blocks([3], [1])
     assert cache.checksum(1) == sums[3]
 

@@ -399,8 +399,10 @@ def test_large_pools_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = SmallEngine()
     engine.admit(0, list(range(16)))
     seen: list[int] = []
-    honest = KeyValueCache.checksum
-    monkeypatch.setattr(KeyValueCache, "checksum", lambda cache, block: (seen.append(block), honest(cache, block))[1])
+    honest = KeyValueCache.checksums
+    monkeypatch.setattr(
+        KeyValueCache, "checksums", lambda cache, blocks: (seen.extend(blocks), honest(cache, blocks))[1]
+    )
     engine.run_pass({0: 3}, {0: 1})
     assert len(seen) <= 2 * 2 * len(engine.caches)
     engine.caches[0].planes[:, :, :, engine.running[0].blocks[1]] = 1.0

@@ -51,6 +51,11 @@ def test_a_mask_is_made_once_for_each_of_its_kinds() -> None:
     assert len({id(mask) for mask in made}) == len(kinds)
     again = [masks.of(start, first, window, q, is_causal=causal) for start, first, window, causal in kinds]
     assert all(one is other for one, other in zip(made, again, strict=True))
+    cut = [masks.tiles_of(start, first, window, q, is_causal=causal) for start, first, window, causal in kinds]
+    again = [masks.tiles_of(start, first, window, q, is_causal=causal) for start, first, window, causal in kinds]
+    assert all(one is other for one, other in zip(cut, again, strict=True))
+    for tiles, (start, first, window, causal) in zip(cut, kinds, strict=True):
+        assert torch.equal(tiles.visible_TS, torch.tensor(seen(start, first, 3, window, causal)))
 
 
 @pytest.mark.parametrize("num_rows", [1, 4])
@@ -59,13 +64,13 @@ def test_each_request_attends_over_keys_of_its_own(num_requests: int, num_rows: 
     q, _, _ = new_rows(num_rows, num_requests)
     starts = [5, 0, 9][:num_requests]
     contexts = [tuple(torch.randn(2, 1, KV_HEADS, start + num_rows, SIZE)) for start in starts]
-    for form in (False, True):
-        masks = Masks(num_rows, KV_HEADS, is_bool=form)
-        each = [masks.of(start, 0, None, q, is_causal=True) for start in starts]
-        if form:
-            rows = zip(q.split(1), contexts, each, strict=True)
-            mixed = torch.cat([attend_row_invariant(one, *context, mask) for one, context, mask in rows])
+    for is_row_invariant in (False, True):
+        masks = Masks(num_rows, KV_HEADS, is_bool=False)
+        if is_row_invariant:
+            rows = [masks.tiles_of(start, 0, None, q, is_causal=True) for start in starts]
+            mixed = attend_row_invariant(q, iter(contexts), rows)
         else:
+            each = [masks.of(start, 0, None, q, is_causal=True) for start in starts]
             mixed = attend_each(q, iter(contexts), each, KV_HEADS)
         assert mixed.shape == q.shape
         for index, (start, (keys, values)) in enumerate(zip(starts, contexts, strict=True)):

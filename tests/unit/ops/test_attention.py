@@ -146,6 +146,14 @@ def test_a_visible_nan_does_show() -> None:
     assert y[0, 0].isnan().all() and not y[0, 1].isnan().any()
 
 
+def test_values_whose_sum_overflows_are_no_garbage() -> None:
+    q, k, v, visible = random_case(3, 2, 2, 4, 9, 8)
+    v[:, :3] = 1e38
+    assert not v.sum().isfinite()
+    y = attention_row_invariant(q, k, v, visible)
+    torch.testing.assert_close(y, attention(q[None], k[None], v[None], visible=visible)[0], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_heads", "num_rows", "num_keys"), [(2, 3, 9), (6, 3, 16), (6, 1, 21), (4, 5, 33)])
 def test_a_bias_made_once_gives_the_bits_of_a_mask(
