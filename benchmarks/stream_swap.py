@@ -2,12 +2,13 @@
 
     python -m benchmarks.stream_swap --out docs/results
 
-A random target, by default of the shape of `k3-tiny` (8 layers of width 128 in blocks of 4), answers random prompts
-greedily. Two drafters learn from these answers, for as many steps, from the same seed: one reads the mixtures that the
-layers consume (`attn_res`), one the running sum (`prefix`), which no layer reads. Each then serves the same held-out
-prompts greedily, fed the stream that it was trained on, and fed the other. `own` and `other` are acceptance lengths;
-`difference` is the mean over prompts of own less other with its 95 % bootstrap interval; `longer` and `shorter` count
-prompts, and `sign_p` is of the two-sided sign test.
+A target, by default of the shape of `k3-tiny` (8 layers of width 128 in blocks of 4), answers prompts greedily. It was
+taught texts that nobody can draft without taps (`walking_target.py`); with `--text successors` it is random, and most
+of its tokens follow from the last one, so that taps hardly matter. Two drafters learn from its answers, for as many
+steps, from the same seed: one reads the mixtures that the layers consume (`attn_res`), one the running sum (`prefix`),
+which no layer reads. Each then serves the same further prompts greedily, fed the stream that it was trained on, and fed
+the other. `own` and `other` are acceptance lengths; `difference` is the mean over prompts of own less other with its
+95 % bootstrap interval; `longer` and `shorter` count prompts, and `sign_p` is of the two-sided sign test.
 
 Drafts decide how fast a text comes, never what it says: arithmetic is row-invariant, and the exit code is 3 if a text
 differs from plain decoding's. `num_identical` of `num_texts` counts both streams. The file has tokens and steps of
@@ -27,11 +28,15 @@ from benchmarks.command_line import positive, run, say
 from benchmarks.random_kimi import kimi_config, random_kimi
 from benchmarks.results import describe_machine, make_result, text_table, write_result
 from benchmarks.serving import serve
+from benchmarks.walking_target import VOCAB_SIZE as WALKS_VOCAB_SIZE
+from benchmarks.walking_target import teach, walks
 
 from paceline.errors import EXIT_CHECK_SAYS_NO, EXIT_DONE
 from paceline.evaluation.statistics import compare_pairs
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from paceline.checkpoint.contract import AuxHiddenStream
     from paceline.configuration.run import TrainRun
     from paceline.engine.request import RequestResult
@@ -41,12 +46,14 @@ if TYPE_CHECKING:
 NAME = "stream-swap"
 STREAMS: tuple[AuxHiddenStream, ...] = ("attn_res", "prefix")
 FAMILIES = ("dflash", "dflash2", "dspark", "eagle3")
+WALKS, SUCCESSORS = "walks", "successors"
 _NUM_PROMPT_TOKENS = 8
 _VOCAB_SIZE = 512
 _SUCCESSION = 1.5  # how strongly the head prefers the successor of the last token
 _MASK_ID, _FIRST_ID = 3, 4  # prompts hold no id below the second
 
 Answers = list[tuple[int, ...]]
+_TAUGHT: dict[tuple[int, ...], dict[str, Tensor]] = {}
 Counts = dict[str, dict[str, list[list[int]]]]  # trained on, fed: tokens and steps of each prompt
 
 
@@ -57,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
 
     torch.set_num_threads(options.threads)
     target, faster = make_target(options, "row_invariant"), make_target(options, "plain")
-    prompts = make_prompts(options.num_texts + options.num_prompts, seed=options.seed)
+    prompts = make_prompts(options)
     answers = [result.token_ids for result in answer(target, None, prompts, options, "texts")]
     rows, counts = [], {}
     with tempfile.TemporaryDirectory() as folder:
@@ -79,6 +86,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", choices=FAMILIES, nargs="+", default=["dflash2"], help="default dflash2")
+    parser.add_argument("--text", choices=(WALKS, SUCCESSORS), default=WALKS, help="of the target; default walks")
+    parser.add_argument("--num-lessons", type=positive, default=200, help="steps that teach it walks; default 200")
     parser.add_argument("--num-layers", type=positive, default=8, help="of the target; default 8")
     parser.add_argument("--block-size", type=positive, default=4, help="layers per block of the target; default 4")
     parser.add_argument("--hidden-size", type=positive, default=128, help="a multiple of 32; default 128")
@@ -94,10 +103,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def make_target(options: argparse.Namespace, mode: LinearMode) -> LoadedTarget:
-    """The random target. Every id has a successor that the layers overrule often, but not always, and no text is noise.
+    """The target, random or taught; one that is taught is so once per process and options.
 
     Args:
-        options: shape and seed.
+        options: shape, seed and text.
         mode: "row_invariant" gives a row the same bits in any company; "plain" is faster.
     """
     import torch
@@ -107,26 +116,39 @@ def make_target(options: argparse.Namespace, mode: LinearMode) -> LoadedTarget:
     from paceline.models.layers import set_linear_mode
     from paceline.models.loading import LoadedTarget
 
-    width = options.hidden_size
-    changes = {"vocab_size": _VOCAB_SIZE, "q_lora_rank": 3 * width // 8}
+    width, vocab_size = options.hidden_size, vocab_size_of(options)
+    changes = {"vocab_size": vocab_size, "q_lora_rank": 3 * width // 8}
     config = kimi_config(options.num_layers, options.block_size, width, **changes)
     model = random_kimi(config, torch.float32, torch.device("cpu"), seed=options.seed)
-    successors_V = torch.randperm(_VOCAB_SIZE, generator=torch.Generator().manual_seed(options.seed))
+    if options.text == WALKS:
+        shape = (options.num_layers, options.block_size, width, options.seed, options.num_lessons)
+        if shape not in _TAUGHT:
+            teach(model, options.num_lessons, seed=options.seed)
+            _TAUGHT[shape] = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(_TAUGHT[shape])
     with torch.no_grad():
-        embedded_VD = model.embed_tokens.weight[successors_V]
-        model.lm_head.weight.add_(_SUCCESSION * width**-0.5 * embedded_VD)
+        if options.text == SUCCESSORS:
+            successors_V = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(options.seed))
+            model.lm_head.weight.add_(_SUCCESSION * width**-0.5 * model.embed_tokens.weight[successors_V])
         model.lm_head.weight[_MASK_ID] = 0.0  # no text holds it
     set_linear_mode(model, mode)
-    words = models.WordLevel({f"w{index}": index for index in range(_VOCAB_SIZE)}, unk_token="w0")
+    words = models.WordLevel({f"w{index}": index for index in range(vocab_size)}, unk_token="w0")
     tokenizer = TextTokenizer(Tokenizer(words), chat_template=None, special_tokens={}, origin="random")
     return LoadedTarget(model, model.contract, tokenizer, mode)
 
 
-def make_prompts(count: int, *, seed: int) -> list[list[int]]:
-    """Independent ids; the last ones are held out."""
+def vocab_size_of(options: argparse.Namespace) -> int:
+    """Of the target."""
+    return WALKS_VOCAB_SIZE if options.text == WALKS else _VOCAB_SIZE
+
+
+def make_prompts(options: argparse.Namespace) -> list[list[int]]:
+    """Beginnings of texts; the last ones are held out."""
     import torch
 
-    generator = torch.Generator().manual_seed(seed + 1)
+    count, generator = options.num_texts + options.num_prompts, torch.Generator().manual_seed(options.seed + 1)
+    if options.text == WALKS:
+        return walks(count, _NUM_PROMPT_TOKENS, generator).tolist()
     return torch.randint(_FIRST_ID, _VOCAB_SIZE, (count, _NUM_PROMPT_TOKENS), generator=generator).tolist()
 
 

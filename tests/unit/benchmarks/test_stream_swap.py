@@ -8,20 +8,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from benchmarks import stream_swap
 from benchmarks.stream_swap import Counts, exit_code, main, make_prompts, make_rows, make_target, parse, swap
 
 from paceline.models import loading
 
-SMALL = ["--num-layers", "4", "--block-size", "2", "--hidden-size", "32", "--max-tokens", "16", "--threads", "1"]
+SHAPE = ["--num-layers", "4", "--block-size", "2", "--hidden-size", "32", "--max-tokens", "16", "--threads", "1"]
+SMALL = [*SHAPE, "--text", "successors"]
 COUNTS: Counts = {
     "attn_res": {"attn_res": [[16, 4], [16, 8], [16, 4]], "prefix": [[16, 8], [16, 8], [16, 16]]},
     "prefix": {"attn_res": [[16, 4], [16, 8], [16, 4]], "prefix": [[16, 8], [16, 8], [16, 16]]},
 }
 
 
-def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = [*SMALL, "--num-texts", "16", "--num-prompts", "4", "--num-steps", "4", "--num-draft-tokens", "3"]
+@pytest.mark.parametrize("text", ["successors", "walks"])
+def test_a_run(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"lessons": 2, "texts": 16, "prompts": 4, "steps": 4, "draft-tokens": 3}
+    options = [part for name, size in sizes.items() for part in (f"--num-{name}", str(size))]
+    command = [*SHAPE, "--text", text, *options]
     assert main([*command, "--family", "dflash", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "stream-swap.json").read_text())
     assert [(row["family"], row["trained_on"]) for row in found["rows"]] == [("dflash", one) for one in COUNTS]
@@ -67,7 +72,20 @@ def test_every_drafter_is_fed_both_streams_and_a_text_that_differs_is_counted(mo
     assert exit_code(rows) == 3
 
 
-def test_no_text_holds_the_id_that_masks() -> None:
-    target = make_target(parse(SMALL), "plain")
+@pytest.mark.parametrize("text", ["successors", "walks"])
+def test_no_text_holds_the_id_that_masks(text: str) -> None:
+    options = parse([*SHAPE, "--text", text, "--num-lessons", "1", "--num-texts", "40"])
+    target = make_target(options, "plain")
     assert not target.model.lm_head.weight[3].any(), "its logit is 0, and the largest is above"
-    assert all(min(prompt) > 3 for prompt in make_prompts(50, seed=0))
+    assert all(min(prompt) > 3 for prompt in make_prompts(options))
+
+
+def test_a_target_is_taught_once_for_both_arithmetics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_swap, "_TAUGHT", {})
+    options = parse([*SHAPE, "--num-lessons", "2"])
+    first = make_target(options, "row_invariant").model
+    monkeypatch.setattr(stream_swap, "teach", None)
+    second = make_target(options, "plain").model
+    assert all(torch.equal(value, second.state_dict()[name]) for name, value in first.state_dict().items())
+    random = make_target(parse([*SHAPE, "--text", "successors"]), "plain").model
+    assert not torch.equal(first.layers[0].mlp.down_proj.weight, random.layers[0].mlp.down_proj.weight)
