@@ -20,19 +20,26 @@ Run = Callable[[DeltaInputs, DeltaGate, Tensor], tuple[Tensor, Tensor]]
 Case = tuple[tuple[str, str, str, int], Callable[[], Row]]
 _MOST_DEFINED = 1024  # rows that the definition runs, one after the other
 _ROUNDED, _OUR_STATE = 5e-3, 1e-4  # outputs in bf16; float32 states of our kernels
-_TILES = ((DeltaTile(16, 4), True), (DeltaTile(32, 4), True), (DeltaTile(32, 8), False), (DeltaTile(64, 8), True))
+# Tile, precision, and whether a chunk's system is solved by products: what else our chunks could be.
+_VARIANTS = (
+    (DeltaTile(16, 4), "tf32", True),
+    (DeltaTile(32, 4), "tf32", True),
+    (DeltaTile(64, 8), "tf32", True),
+    (DeltaTile(32, 8), "tf32", False),
+    (DeltaTile(16, 4), "tf32x3", True),
+    (DeltaTile(32, 8), "tf32x3", False),
+)
 
 
 def kernel_cases(options: argparse.Namespace, device: torch.device) -> Iterator[Case]:
     """Every kernel at every size and length."""
     clock = GraphClock(device, options.num_replays)
     runs: dict[str, Run] = {"recurrent": recurrent, "chunks": delta_chunks}
-    runs["chunks, tf32"] = partial(_chunks, DeltaTile(32, 8), True, "tf32")
-    for tile, by_products in _TILES if options.variants else ():
+    runs["chunks, tf32"] = partial(_chunks, DeltaTile(32, 8), "tf32", True)
+    for tile, precision, by_products in _VARIANTS if options.variants else ():
         solved = "products" if by_products else "rows"
-        runs[f"chunks, {tile.values} values, {tile.warps} warps, by {solved}"] = partial(
-            _chunks, tile, by_products, "tf32x3"
-        )
+        name = f"chunks, {precision}, {tile.values} values, {tile.warps} warps, by {solved}"
+        runs[name] = partial(_chunks, tile, precision, by_products)
     if find_chunk_kda() is not None and device.type == "cuda":
         runs["fla"] = delta_chunks_fla
     for size in options.sizes:
@@ -57,7 +64,7 @@ class _Prompt:
         if self._expected is None:
             self._expected = recurrent(*given)
         is_own = name == "recurrent"
-        row = self._checked(run(*given), is_coarse=name == "fla" or "tf32" in name, against_definition=is_own)
+        row = self._checked(run(*given), is_coarse=name == "fla" or "tf32," in f"{name},", against_definition=is_own)
         calls = [partial(run, *given)] * (1 if self._sizes[1] >= 4096 else 4)
         us, eager_us = self._clock.time(calls).us, self._clock.time_alone(calls[0], 5).us
         if is_own:
@@ -106,6 +113,6 @@ def delta_chunks(inputs: DeltaInputs, gate: DeltaGate, state: Tensor) -> tuple[T
 
 
 def _chunks(
-    tile: DeltaTile, by_products: bool, precision: str, inputs: DeltaInputs, gate: DeltaGate, state: Tensor
+    tile: DeltaTile, precision: str, by_products: bool, inputs: DeltaInputs, gate: DeltaGate, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     return delta_chunks_triton(inputs, gate, state, None, tile=tile, precision=precision, by_products=by_products)
