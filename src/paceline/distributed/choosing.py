@@ -3,12 +3,14 @@
 The noise of an id is a hash of seed, position and the id itself, so a draw does not depend on which rank holds the id
 or on how many there are; softmax(z / T) is drawn from by the largest z / T plus Gumbel noise, which needs no sum over
 the vocabulary. One message of 8 bytes per row and rank decides, in an order of values and then ids. What top-k, top-p
-and min-p remove depends on the whole row, so where a request asks for one of them all logits are gathered first.
+and min-p remove depends on the whole row; the ranks find their thresholds together (`ops/sharded_truncation.py`).
 
 R rows, I ids of a rank, V vocabulary.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as functional
@@ -19,9 +21,28 @@ from paceline.engine.slots import SamplingRows
 from paceline.ops.noise import TARGET, gumbel_from_hash, hash32
 from paceline.ops.sample_tokens import NO_TOKEN, row_is_bad
 from paceline.ops.sharded_top_k import LogitTransform, VocabularyShard, sharded_top_k
-from paceline.ops.target_distribution import process_logits, rows_are_greedy
+from paceline.ops.sharded_truncation import process_sharded_logits
+from paceline.ops.target_distribution import rows_are_greedy
 
 _AS_THEY_ARE = LogitTransform("softcap_then_scale")
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """What the rows of a pass may have, so that what nobody asked for costs no message; too much is never wrong.
+
+    Attributes:
+        max_top_k: the largest; 0 for none.
+        any_top_p: some row has top_p below 1.
+        any_min_p: some row has min_p above 0.
+    """
+
+    max_top_k: int = 0
+    any_top_p: bool = False
+    any_min_p: bool = False
+
+
+NOT_TRUNCATED = Truncation()
 
 
 def choose_ids(
@@ -32,8 +53,9 @@ def choose_ids(
     sampling: SamplingRows,
     position_R: Tensor,
     all_greedy: bool,
-    is_truncated: bool = False,
-) -> Tensor:
+    vocab_size: int,
+    truncation: Truncation = NOT_TRUNCATED,
+) -> tuple[Tensor, Tensor]:
     """Choose one id of the whole vocabulary per row; a collective call of the last stage.
 
     Args:
@@ -43,25 +65,27 @@ def choose_ids(
         sampling: settings of every row; a temperature below 1e-5 is greedy.
         position_R: int64, of the row.
         all_greedy: no row samples.
-        is_truncated: some row may have a top-k, top-p or min-p.
+        vocab_size: V.
+        truncation: what some row may have.
     Returns:
-        int64 [R], on every rank the same; -1 where any rank's logits hold NaN or +inf, or all are -inf.
+        int64 ids [R] and their float32 scores [R], noise included, on every rank the same. Where any rank's logits hold
+        NaN or +inf, the id is -1 and the score +inf; where all are -inf, -1 and that.
     """
     scores_RI = logits_RI
     if not all_greedy:
         (ids,) = shard.ranges
-        whole_RV = _gathered(logits_RI, tensor) if is_truncated else logits_RI
-        processed_RV = process_logits(
-            whole_RV,
+        processed_RI = process_sharded_logits(
+            logits_RI,
+            vocab_size=vocab_size,
             temperature_R=sampling.temperature_B,
             top_k_R=sampling.top_k_B,
             top_p_R=sampling.top_p_B,
             min_p_R=sampling.min_p_B,
-            max_top_k=None if is_truncated else 0,
-            any_top_p=is_truncated,
-            any_min_p=is_truncated,
+            max_top_k=truncation.max_top_k,
+            any_top_p=truncation.any_top_p,
+            any_min_p=truncation.any_min_p,
+            group=tensor.group,
         )
-        processed_RI = processed_RV[:, ids.first_id : ids.end_id] if is_truncated else processed_RV
         ids_I = torch.arange(ids.first_id, ids.end_id, device=logits_RI.device)
         noise_RI = gumbel_from_hash(hash32(sampling.seed_B.unsqueeze(1), position_R.unsqueeze(1), ids_I, TARGET))
         is_greedy_R1 = rows_are_greedy(sampling.temperature_B).unsqueeze(1)
@@ -70,15 +94,20 @@ def choose_ids(
     is_void_R = row_is_bad(scores_RI) & ~(scores_RI.amax(-1) == -torch.inf)
     scores_RI = torch.where(is_void_R.unsqueeze(1), torch.inf, scores_RI)
     best_R1, ids_R1 = sharded_top_k(scores_RI, 1, shard, transform=_AS_THEY_ARE, group=tensor.group)
-    return ids_R1[:, 0].masked_fill(~best_R1[:, 0].isfinite(), NO_TOKEN)
+    best_R = best_R1[:, 0]
+    return ids_R1[:, 0].masked_fill(~best_R.isfinite(), NO_TOKEN), best_R
 
 
-def _gathered(logits_RI: Tensor, tensor: TensorGroup) -> Tensor:
-    """The logits of all ranks, [R, V]; the last rank may have fewer than the others."""
+def gathered_scores(scores: Tensor, vocab_size: int, tensor: TensorGroup) -> Tensor:
+    """Scores of all ranks' ids, [..., I] to [..., V].
+
+    Args:
+        scores: of this rank's ids, which are one run; the last rank may have fewer than the others.
+        vocab_size: V.
+        tensor: the ranks.
+    """
     if tensor.size == 1:
-        return logits_RI
-    width = torch.tensor([logits_RI.shape[1]], device=logits_RI.device)
-    widths = [int(one) for one in tensor.gathered(width)]
-    padded_RI = functional.pad(logits_RI, (0, max(widths) - logits_RI.shape[1]))
-    parts = tensor.gathered(padded_RI)
-    return torch.cat([part[:, :own] for part, own in zip(parts, widths, strict=True)], dim=1)
+        return scores
+    width = -(-vocab_size // tensor.size)
+    parts = tensor.gathered(functional.pad(scores, (0, width - scores.shape[-1])))
+    return torch.cat(parts, dim=-1)[..., :vocab_size]

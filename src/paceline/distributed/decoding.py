@@ -188,14 +188,15 @@ class Decoder:
         is_judged_BT = torch.arange(num_rows) < plan.num_judged_B.unsqueeze(1)
         places_R, rows_R = (index_R.to(device) for index_R in is_judged_BT.nonzero(as_tuple=True))
         if len(places_R):
-            own_ids_BT[places_R, rows_R] = choose_ids(
+            own_ids_BT[places_R, rows_R], _ = choose_ids(
                 self._pass.logits(hidden_BTD[places_R, rows_R]),
                 vocabulary_shard(self._contract, self._mesh.tensor),
                 self._mesh.tensor,
                 sampling=SamplingRows(*(setting_B.to(device)[places_R] for setting_B in plan.sampling)),
                 position_R=context.lengths_B[places_R] + rows_R,
                 all_greedy=plan.all_greedy,
-                is_truncated=plan.is_truncated,
+                vocab_size=self._contract.vocab_size,
+                truncation=plan.truncation,
             )
         return own_ids_BT
 

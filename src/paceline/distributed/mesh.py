@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -72,7 +71,7 @@ class TensorGroup:
         """The sum over all ranks in the partial's dtype, on every rank the same bits.
 
         Args:
-            partial: of this rank.
+            partial: of this rank; may be written over.
             in_order: add part after part, in float32, whatever the size of the message. A reduction that the library
                 chooses may add in another order elsewhere in a longer message, so a row's bits would depend on how
                 many rows there are; it moves fewer bytes.
@@ -80,7 +79,7 @@ class TensorGroup:
         if self.size == 1:
             return partial
         if not in_order:
-            summed = partial.clone(memory_format=torch.contiguous_format)
+            summed = partial.contiguous()
             dist.all_reduce(summed, group=self.group)
             return summed
         first, *others = self.gathered(partial)
@@ -93,9 +92,9 @@ class TensorGroup:
         """The tensors of all ranks, in their order; all of one shape and dtype."""
         if self.size == 1:
             return [own]
-        parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        dist.all_gather(parts, own.contiguous(), group=self.group)
-        return parts
+        parts = own.new_empty(self.size, *own.shape)
+        dist.all_gather(list(parts.unbind(0)), own.contiguous(), group=self.group)
+        return list(parts.unbind(0))
 
 
 @dataclass(frozen=True)

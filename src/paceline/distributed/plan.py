@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.distributed.choosing import Truncation
 from paceline.distributed.places import DecodeRequest
 from paceline.engine.slots import SamplingRows
 from paceline.ops.target_distribution import effective_temperature
@@ -51,10 +52,10 @@ class Plan:
         return not bool((self.sampling.temperature_B > 0).any())
 
     @property
-    def is_truncated(self) -> bool:
-        """Whether some place has a top-k, top-p or min-p."""
+    def truncation(self) -> Truncation:
+        """What some place has of top-k, top-p and min-p."""
         _, top_k_B, top_p_B, min_p_B, _ = self.sampling
-        return bool(((top_k_B > 0) | (top_p_B < 1) | (min_p_B > 0)).any())
+        return Truncation(int(top_k_B.max()), bool((top_p_B < 1).any()), bool((min_p_B > 0).any()))
 
     @staticmethod
     def closing(kind: PlanKind, num_places: int) -> Plan:

@@ -25,13 +25,18 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.contract import TargetContract
 from paceline.checkpoint.kimi_contract import ExpertSettings
+from paceline.distributed.choosing import choose_ids, gathered_scores
 from paceline.distributed.mesh import TensorGroup
+from paceline.engine.slots import SamplingRows
 from paceline.errors import ConfigError
 from paceline.models.layers import DecoderLayer, Linear
+from paceline.models.targets.dense import DenseTarget
 from paceline.models.targets.dense_stage import DenseStage
+from paceline.models.targets.kimi import KimiTarget
 from paceline.models.targets.kimi_experts import Experts, KimiMLP, MixtureOfExperts
 from paceline.models.targets.kimi_layer import KimiLayer
 from paceline.models.targets.kimi_stage import KimiStage
+from paceline.models.targets.stage import logit_scale
 from paceline.ops.gated_activation import Activation
 from paceline.ops.mixture_of_experts import Routing, mix_experts
 from paceline.ops.sharded_top_k import VocabularyShard, split_vocabulary
@@ -102,6 +107,45 @@ class ShardedEmbedding(nn.Embedding):
         return self._tensor.total(rows_BTD.masked_fill(~is_own_BT.unsqueeze(-1), 0.0), in_order=False)
 
 
+class ShardedHead(Linear):
+    """A rank's rows of the output head: scores of its own ids, or of all of them, put together from every rank.
+
+    Args:
+        contract: of the whole target.
+        tensor: the ranks.
+    """
+
+    def __init__(self, contract: TargetContract, tensor: TensorGroup) -> None:
+        self.shard = vocabulary_shard(contract, tensor)
+        super().__init__(contract.hidden_size, self.shard.num_rows)
+        self._vocab_size, self._scale, self._tensor = contract.vocab_size, logit_scale(contract), tensor
+
+    def own(self, hidden: Tensor) -> Tensor:
+        """Scores of the rank's ids, [..., D] to [..., I]."""
+        return super().forward(hidden)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Scores of every id on every rank, [..., D] to [..., V]: as many numbers cross as there are."""
+        return gathered_scores(self.own(hidden), self._vocab_size, self._tensor)
+
+    def choose(
+        self, hidden_RD: Tensor, sampling: SamplingRows, position_R: Tensor, *, all_greedy: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Each row's own token from the ranks' best ids, as `choose_ids`; no row is truncated."""
+        scores_RI = self.own(hidden_RD)
+        if self._scale != 1.0:
+            scores_RI = scores_RI * self._scale
+        return choose_ids(
+            scores_RI,
+            self.shard,
+            self._tensor,
+            sampling=sampling,
+            position_R=position_R,
+            all_greedy=all_greedy,
+            vocab_size=self._vocab_size,
+        )
+
+
 def vocabulary_shard(contract: TargetContract, tensor: TensorGroup) -> VocabularyShard:
     """A rank's ids: rows without padding, so that the last rank may have fewer."""
     padded = split_vocabulary(contract.vocab_size, 0, rank=tensor.index, num_ranks=tensor.size, multiple=1)
@@ -151,7 +195,7 @@ def share_of(contract: TargetContract, size: int) -> TargetContract:
 
 
 def sharded_stage(contract: TargetContract, start: int, end: int, tensor: TensorGroup) -> KimiStage | DenseStage:
-    """A stage of which this rank has a part; its weights are not set.
+    """A stage of which this rank has a part; its weights are not set. With all layers it is a whole target.
 
     Args:
         contract: of the whole target.
@@ -162,15 +206,19 @@ def sharded_stage(contract: TargetContract, start: int, end: int, tensor: Tensor
         ConfigError: there are no such layers, or they cannot be shared out.
     """
     require_shares(contract, tensor.size)
-    family = DenseStage if contract.kimi is None else KimiStage
-    stage = family(share_of(contract, tensor.size), start, end)
+    share = share_of(contract, tensor.size)
+    stage: KimiStage | DenseStage
+    if (start, end) == (0, contract.num_layers):
+        stage = DenseTarget(share) if contract.kimi is None else KimiTarget(share)
+    else:
+        stage = DenseStage(share, start, end) if contract.kimi is None else KimiStage(share, start, end)
     if tensor.size == 1:
         return stage
     shard = vocabulary_shard(contract, tensor)
     if stage.embed_tokens is not None:
         stage.embed_tokens = ShardedEmbedding(shard, contract.hidden_size, tensor)
     if stage.lm_head is not None:
-        stage.lm_head = Linear(contract.hidden_size, shard.num_rows)
+        stage.lm_head = ShardedHead(contract, tensor)
     if isinstance(stage, DenseStage):
         stage.tie()
     for layer in stage.layers[start:end]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from paceline.checkpoint.contract import AuxHiddenStream, CaptureId, TargetContract
 from paceline.distributed import hand_over
 from paceline.distributed.mesh import Mesh
+from paceline.distributed.sharding import ShardedHead
 from paceline.models.hybrid import HybridAttend
 from paceline.models.layers import score_rows
 from paceline.models.taps import TapCollector
@@ -77,6 +78,7 @@ class StagePass:
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of this rank's ids, [..., D] to [..., I], from the output before the final norm."""
         assert self.stage.norm is not None and self.stage.lm_head is not None
-        scores = score_rows(self.stage.lm_head, self.stage.norm(hidden))
+        head, normed = self.stage.lm_head, self.stage.norm(hidden)
+        scores = head.own(normed) if isinstance(head, ShardedHead) else score_rows(head, normed)
         scale = logit_scale(self.contract)
         return scores if scale == 1.0 else scores * scale

@@ -11,7 +11,7 @@ from tests.unit.training.processes import run_ranks, values
 from torch import Tensor
 
 import paceline.distributed.choosing as module
-from paceline.distributed.choosing import choose_ids
+from paceline.distributed.choosing import Truncation, choose_ids
 from paceline.distributed.mesh import Layout, Mesh, TensorGroup
 from paceline.distributed.sharding import vocabulary_shard
 from paceline.distributed.world import World
@@ -59,8 +59,9 @@ def rows_of(shard: VocabularyShard, tensor: TensorGroup, *, is_greedy: bool, is_
         sampling=settings(is_greedy=is_greedy, is_truncated=is_truncated),
         position_R=torch.arange(ROWS) % 9,
         all_greedy=is_greedy,
-        is_truncated=is_truncated,
-    )
+        vocab_size=VOCAB,
+        truncation=Truncation(6, any_top_p=True, any_min_p=True) if is_truncated else Truncation(),
+    )[0]
 
 
 def choose_on_rank(ranks: Ranks) -> dict[str, Any]:

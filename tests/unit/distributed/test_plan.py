@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.distributed import plan as module
+from paceline.distributed.choosing import Truncation
 from paceline.distributed.places import DecodeRequest
 from paceline.distributed.plan import Plan, hear, tell
 
@@ -64,7 +65,7 @@ def test_what_is_told_is_heard(name: str, wire: list[Tensor]) -> None:
     for one, other in zip(heard.sampling, told.sampling, strict=True):
         assert torch.equal(one, other) and one.dtype == other.dtype
     assert heard.all_greedy == (name != "prompt")
-    assert name not in ("prompt", "block") or heard.is_truncated == (name == "prompt")
+    assert name not in ("prompt", "block") or (heard.truncation != Truncation()) == (name == "prompt")
 
 
 def test_every_step_has_a_message_of_one_shape(wire: list[Tensor]) -> None:
