@@ -64,6 +64,18 @@ QWEN3_8B = TargetContract(
     bos_token_id=1,
     dtype="bfloat16",
 )
+# Small enough to be written to a file, and evenly shared by two, four or eight ranks.
+SLIM_QWEN3 = replace(
+    QWEN3_8B,
+    name="slim-qwen3",
+    num_layers=8,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_heads=16,
+    num_kv_heads=8,
+    vocab_size=16_384,
+    max_position_embeddings=4096,
+)
 # For trials on a CPU: every switch as above, a few thousand parameters.
 TINY_SMOLLM2 = replace(
     SMOLLM2_135M,
@@ -89,7 +101,7 @@ TINY_QWEN3 = replace(
     vocab_size=512,
     max_position_embeddings=512,
 )
-DENSE_SHAPES = {shape.name: shape for shape in (SMOLLM2_135M, QWEN3_8B, TINY_SMOLLM2, TINY_QWEN3)}
+DENSE_SHAPES = {shape.name: shape for shape in (SMOLLM2_135M, QWEN3_8B, SLIM_QWEN3, TINY_SMOLLM2, TINY_QWEN3)}
 
 LINEAR_MODES = ("auto", "plain", "packed", "native", "row_invariant", "fused")
 _EMBEDDING_SCALE = 0.05  # small enough that a tied head does not repeat the last token for ever

@@ -1,14 +1,22 @@
-"""A Kimi target over two GPUs, by tensor and by pipeline parallelism, against one: the same tokens, and their time.
+"""Targets over two GPUs, by tensor and by pipeline parallelism, against one: the same tokens, and step times.
 
     python -m benchmarks.two_gpus --out docs/results
-    python -m benchmarks.two_gpus --device cpu --shape tiny-k3 --new-tokens 6        over gloo, as a trial
+    python -m benchmarks.two_gpus --parts steps --step-shapes qwen3-8b --batches 1 32
+    python -m benchmarks.two_gpus --device cpu --shapes tiny-k3 tiny-qwen3 --step-shapes tiny-qwen3 --new-tokens 6 \\
+        --timed 4        over gloo, as a trial
 
-A random target and a random DFlash drafter are written to a folder in float32. One process, and then two under
-torchrun, open it as `paceline generate --tp 2` and `--pp 2` do, and answer prompts greedily, with the drafter and
-without: after a few tokens for warming up, in measured time. `num_equal` counts prompts whose tokens are those of one
-GPU; `ms_per_pass` is the time of the whole batch over its passes, prompts included. The decoder of several ranks is
-eager and asks the host; nothing here is a recorded step. Each launch has its own time limit, and one that fails is told
-while the others go on; exit code 3 if a token differs or a launch failed.
+One process first, then two under torchrun, each once for all shapes (`two_gpus_work.py`); rows are on disk as they
+come.
+
+* `tokens`: a random target and a random DFlash drafter in float32, written to a folder and opened as `paceline
+  generate --tp 2` and `--pp 2` do, answer prompts greedily, with the drafter and without. `num_equal` counts prompts
+  whose tokens are those of one GPU. SmolLM2's nine heads do not halve: it is cut in stages alone.
+* `steps`: bf16 weights made on the device. `step_ms` is a bare step between events, with and without recordings
+  (`mode`); of stages, which record nothing, the time of a closed batch over its passes. Nothing is timed before the
+  same shapes have run: what compiling costs is in no figure.
+
+A launch has a time limit, and a case that fails is told while the others go on; exit code 3 if a token differs or
+something failed.
 """
 
 from __future__ import annotations
@@ -27,45 +35,53 @@ from typing import Any
 from benchmarks.command_line import positive, run, say
 from benchmarks.growing_result import GrowingResult
 from benchmarks.results import ROOT, describe_machine, make_result, text_table
+from benchmarks.step_shapes import SHAPES
 
 from paceline.errors import EXIT_CHECK_SAYS_NO, EXIT_DONE
 
 NAME = "gpu-two"
 SPREADS = {"one": (1, 1), "tp 2": (2, 1), "pp 2": (1, 2)}  # ranks that share a layer, and stages
-NOTES = {
-    "one": None,
-    "tp 2": "collectives outside of recorded steps; dense targets are not shared",
-    "pp 2": "collectives outside of recorded steps; taps are handed on from stage to stage",
-}
-_DRAFTS, _PROMPT_TOKENS, _WARM_UP_TOKENS = 7, 24, 4
+PARTS = ("tokens", "steps")
+KEY = ("part", "shape", "spread", "drafter", "batch", "mode")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Launch every spread, compare, print the table."""
+    """Launch one process, then two, compare, print the table."""
     options = parse(arguments)
     if options.worker is not None:
+        from benchmarks.two_gpus_work import work
+
         return work(options)
     rows: list[dict[str, Any]] = []
     result = _result(options, arguments)
     failed = False
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        began_s = time.monotonic()
-        write_models(folder, options.shape)
-        say(f"models written in {time.monotonic() - began_s:.1f} s")
-        alone: dict[str, list[list[int]]] = {}
-        for spread in options.spreads:
-            found = launch(spread, folder, options)
-            failed |= found is None
-            for drafter, told in (found or {}).items():
-                tokens = told.pop("token_ids")
-                alone.setdefault(drafter, tokens) if spread == "one" else None
-                known = alone.get(drafter)
-                equal = None if known is None else sum(a == b for a, b in zip(tokens, known, strict=True))
-                failed |= equal is not None and equal < len(tokens)
-                rows.append({"spread": spread, "drafter": drafter, "num_equal": equal, **told, "note": NOTES[spread]})
-                result.put(rows[-1])
-                print(", ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+        if "tokens" in options.parts:
+            from benchmarks.two_gpus_work import write_models
+
+            for shape in options.shapes:
+                began_s = time.monotonic()
+                write_models(folder / shape, shape)
+                say(f"{shape}: written in {time.monotonic() - began_s:.1f} s")
+        alone: dict[tuple[str, str], list[list[int]]] = {}
+        for num_ranks in (1, 2):
+            found, is_complete = launch(num_ranks, folder, options)
+            failed |= not is_complete
+            for told in found:
+                row = {name: told.get(name) for name in KEY} | told
+                tokens = row.pop("token_ids", None)
+                if tokens is not None:
+                    key = (row["shape"], row["drafter"])
+                    if num_ranks == 1:
+                        alone[key] = tokens
+                    known = alone.get(key)
+                    row["num_equal"] = None if known is None else sum(map(list.__eq__, tokens, known))
+                    failed |= row["num_equal"] is None or row["num_equal"] < len(tokens)
+                failed |= "error" in row
+                rows.append(row)
+                result.put(row)
+                print(", ".join(f"{key} {value}" for key, value in row.items() if value is not None), flush=True)
     result.finish()
     print(text_table(rows), flush=True)
     return EXIT_CHECK_SAYS_NO if failed or not rows else EXIT_DONE
@@ -75,124 +91,65 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default cuda")
-    parser.add_argument("--shape", default="k3-mini", help="of the target, a Kimi one; default k3-mini")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default both")
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        choices=SHAPES,
+        default=["slim-qwen3", "smollm2-135m", "k3-mini"],
+        help="whose tokens are compared; default slim-qwen3 smollm2-135m k3-mini",
+    )
+    parser.add_argument(
+        "--step-shapes", nargs="+", choices=SHAPES, default=["qwen3-8b", "smollm2-135m"], help="timed, dense ones"
+    )
     parser.add_argument("--spreads", nargs="+", choices=tuple(SPREADS), default=list(SPREADS), help="default all")
-    parser.add_argument("--num-prompts", type=positive, default=6, help="default 6")
-    parser.add_argument("--new-tokens", type=positive, default=48, help="of each; default 48")
-    parser.add_argument("--case-seconds", type=float, default=45.0, help="for one launch; default 45")
+    parser.add_argument("--drafters", nargs="+", choices=("none", "dflash"), default=["none", "dflash"])
+    parser.add_argument("--modes", nargs="+", choices=("recorded", "eager"), default=["recorded", "eager"])
+    parser.add_argument("--batches", nargs="+", type=positive, default=[1, 32], help="of steps; default 1 32")
+    parser.add_argument("--num-prompts", type=positive, default=4, help="default 4")
+    parser.add_argument("--new-tokens", type=positive, default=32, help="of each; default 32")
+    parser.add_argument("--timed", type=positive, default=60, help="steps; a third as many run before; default 60")
+    parser.add_argument("--case-seconds", type=float, default=75.0, help="for one launch; default 75")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=f"also write FOLDER/{NAME}.json as rows come")
-    parser.add_argument("--worker", choices=tuple(SPREADS), help=argparse.SUPPRESS)
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
-def write_models(folder: Path, shape: str) -> None:
-    """A target and a drafter of random float32 weights, and a tokenizer of a word per id, in `folder`."""
-    import torch
-    from benchmarks.random_kimi import published_tensors
-    from benchmarks.step_shapes import kimi_shapes, make_drafter, make_target
-    from tokenizers import Tokenizer, models
-
-    from paceline.checkpoint.export import split_fused, write_drafter_folder
-    from paceline.checkpoint.names import drafter_destinations
-    from paceline.checkpoint.weights import save_safetensors
-
-    device = torch.device("cpu")
-    target = make_target(shape, device, dtype=torch.float32, linear_mode="plain")
-    drafter = make_drafter(target)
-    at = folder / "target"
-    at.mkdir()
-    config = {"architectures": ["KimiLinearForCausalLM"], **kimi_shapes()[shape]}
-    (at / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    save_safetensors(at / "model.safetensors", published_tensors(target.model), {})
-    words = {f"w{index}": index for index in range(config["vocab_size"])}
-    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(at / "tokenizer.json"))
-    (at / "tokenizer_config.json").write_text('{"unk_token": "w0"}', encoding="utf-8")
-    tensors = split_fused(drafter.model.checkpoint_parameters(), drafter_destinations(drafter.contract))
-    write_drafter_folder(folder / "drafter", drafter.contract, tensors, None, {})
-
-
-def launch(spread: str, folder: Path, options: argparse.Namespace) -> dict[str, dict[str, Any]] | None:
-    """What the processes of a spread found, by drafter; None if they failed."""
-    ranks = SPREADS[spread][0] * SPREADS[spread][1]
+def launch(num_ranks: int, folder: Path, options: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
+    """What so many processes found, and whether they came to their end."""
     command = [sys.executable]
-    if ranks > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["-m", "benchmarks.two_gpus", "--worker", spread, "--folder", str(folder), "--device", options.device]
-    command += ["--num-prompts", str(options.num_prompts), "--new-tokens", str(options.new_tokens)]
+    if num_ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    command += ["-m", "benchmarks.two_gpus", "--worker", str(num_ranks), "--folder", str(folder)]
+    for name in ("parts", "shapes", "step_shapes", "spreads", "drafters", "modes", "batches"):
+        command += ["--" + name.replace("_", "-"), *map(str, getattr(options, name))]
+    for name in ("device", "num_prompts", "new_tokens", "timed"):
+        command += ["--" + name.replace("_", "-"), str(getattr(options, name))]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
-    found = folder / f"{spread}.json"
+    began_s = time.monotonic()
+    is_complete = False
     try:
         done = subprocess.run(
             command, env=variables, capture_output=True, text=True, timeout=options.case_seconds, cwd=ROOT
         )
-    except subprocess.TimeoutExpired:
-        say(f"{spread}: not done after {options.case_seconds:g} s")
-        return None
-    if done.returncode or not found.exists():
-        say(f"{spread}: exit code {done.returncode}\n" + "\n".join(done.stderr.strip().splitlines()[-12:]))
-        return None
-    told: dict[str, dict[str, Any]] = json.loads(found.read_text(encoding="utf-8"))
-    return told
-
-
-def work(options: argparse.Namespace) -> int:
-    """One process of a spread; the first one writes what came out."""
-    from benchmarks.random_dense import random_prompts
-
-    from paceline.distributed.opening import DecodeSettings, open_target
-    from paceline.distributed.places import DecodeRequest
-    from paceline.distributed.world import join_world
-
-    tensor_size, num_stages = SPREADS[options.worker]
-    found: dict[str, dict[str, Any]] = {}
-    with join_world(options.device) as world:
-        for drafter in ("none", "dflash"):
-            settings = DecodeSettings(
-                str(options.folder / "target"),
-                None if drafter == "none" else str(options.folder / "drafter"),
-                num_stages=num_stages,
-                tensor_size=tensor_size,
-                dtype="float32",
-                linear_mode="plain",
-                num_draft_tokens=None if drafter == "none" else _DRAFTS,
-                num_places=options.num_prompts,
-                max_model_len=_PROMPT_TOKENS + options.new_tokens + 32,
-                offline=True,
-            )
-            opened = open_target(world, settings)
-            prompts = random_prompts(options.num_prompts, _PROMPT_TOKENS, opened.contract.vocab_size)
-
-            def answer(num_tokens: int, prompts: list[list[int]] = prompts, opened: Any = opened) -> Any:
-                requests = [DecodeRequest(tuple(ids), max_tokens=num_tokens, ignore_eos=True) for ids in prompts]
-                return opened.decoder.generate(requests)
-
-            answer(min(_WARM_UP_TOKENS, options.new_tokens))
-            world.gathered(0)
-            began_s = time.perf_counter()
-            results = answer(options.new_tokens)
-            world.gathered(0)
-            seconds = time.perf_counter() - began_s
-            num_passes = max(len(result.steps) for result in results) if results else 0
-            found[drafter] = {
-                "num_prompts": len(results),
-                "num_passes": num_passes,
-                "ms_per_pass": seconds / max(1, num_passes) * 1e3,
-                "tokens_per_second": sum(len(result.token_ids) for result in results) / seconds,
-                "token_ids": [list(result.token_ids) for result in results],
-            }
-        if world.rank == 0:
-            (options.folder / f"{options.worker}.json").write_text(json.dumps(found), encoding="utf-8")
-    return EXIT_DONE
+        is_complete = done.returncode == 0
+        if not is_complete:
+            say(f"{num_ranks}: exit code {done.returncode}\n" + "\n".join(done.stderr.strip().splitlines()[-25:]))
+    except subprocess.TimeoutExpired as error:
+        told = error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else error.stderr or ""
+        say(f"{num_ranks}: not done after {options.case_seconds:g} s\n" + "\n".join(told.strip().splitlines()[-25:]))
+    say(f"{num_ranks} process{'es' * (num_ranks > 1)}: {time.monotonic() - began_s:.1f} s")
+    found = folder / f"{num_ranks}.jsonl"
+    lines = found.read_text(encoding="utf-8").splitlines() if found.exists() else []
+    return [json.loads(line) for line in lines], is_complete
 
 
 def _result(options: argparse.Namespace, arguments: Sequence[str]) -> GrowingResult:
-    head = make_result(NAME, [], machine=describe_machine(options.shape, device=options.device), arguments=arguments)
-    settings = {"shape": options.shape, "num_prompts": options.num_prompts, "new_tokens": options.new_tokens}
-    places = {spread: place for place, spread in enumerate(SPREADS)}
-    return GrowingResult(
-        head, settings, options.out, key=("spread", "drafter"), order=lambda row: places[str(row["spread"])]
-    )
+    names = " ".join(dict.fromkeys([*options.shapes, *options.step_shapes]))
+    head = make_result(NAME, [], machine=describe_machine(names, device=options.device), arguments=arguments)
+    settings = {"num_prompts": options.num_prompts, "new_tokens": options.new_tokens, "timed": options.timed}
+    return GrowingResult(head, settings, options.out, key=KEY, order=lambda row: [str(row[name]) for name in KEY])
 
 
 if __name__ == "__main__":

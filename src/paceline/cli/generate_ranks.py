@@ -70,6 +70,7 @@ def generate_over_ranks(
             first_seed = world.given_by(0, run.seed if run.seed is not None else secrets.randbits(31))
             requests = _requests(run, encoded, first_seed)
             results = opened.decoder.generate(requests)
+            opened.close()
     except OtherRankFailedError as error:  # that rank has said what it was
         raise typer.Exit(error.exit_code) from error
     except DisagreementError as error:

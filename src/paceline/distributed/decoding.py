@@ -48,12 +48,14 @@ class DecodeSizes:
         max_model_len: tokens that prompt and answer may hold together.
         prefill_chunk_size: prompt tokens of a request per pass.
         num_draft_tokens: K; 0 without a drafter.
+        cuda_graphs: as for an engine, where all ranks share every layer; stages record nothing.
     """
 
     num_places: int = 4
     max_model_len: int = 2048
     prefill_chunk_size: int = 32
     num_draft_tokens: int = 0
+    cuda_graphs: bool | None = None
 
     @property
     def max_rows(self) -> int:

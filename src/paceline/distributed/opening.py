@@ -26,15 +26,17 @@ from paceline.distributed.decoding import Decoder, DecodeSizes
 from paceline.distributed.drafting import Drafting
 from paceline.distributed.mesh import Layout, Mesh
 from paceline.distributed.sharded_weights import folder_digest, load_sharded_stage
-from paceline.distributed.sharding import require_shares
+from paceline.distributed.sharding import require_shares, share_of
 from paceline.distributed.stage_pass import StagePass
 from paceline.distributed.target_ends import answer, load_ends, others_answering
+from paceline.distributed.tensor_decoding import TensorDecoder
 from paceline.distributed.world import World
 from paceline.errors import ConfigError
 from paceline.models.capabilities import check_capture_ids
 from paceline.models.layers import LinearMode, set_linear_mode
 from paceline.models.loading import LoadedTarget, load_drafter, resolve_dtype, resolve_linear_mode
 from paceline.models.targets.kimi_pipeline import stage_ranges
+from paceline.ops.dispatch import HAS_TRITON
 
 _log = logging.getLogger(__name__)
 
@@ -86,6 +88,12 @@ class _Terms:
     sizes: DecodeSizes
     capture_ids: tuple[CaptureId, ...]
     stream: AuxHiddenStream
+    drafter_path: Path | None = None
+
+    @property
+    def shares_every_layer(self) -> bool:
+        """Whether all ranks run every layer, so that each can run an engine of its own."""
+        return self.layout.num_stages == 1 and self.layout.tensor_size > 1
 
     def facts(self, settings: DecodeSettings) -> dict[str, str]:
         """What must be alike on all ranks."""
@@ -93,6 +101,7 @@ class _Terms:
             "the version of paceline": paceline.__version__,
             "the target's config": str(dataclasses.replace(self.contract, name="", origin="")),
             "the target's files": folder_digest(self.path),
+            "the drafter's files": "none" if self.drafter_path is None else folder_digest(self.drafter_path),
             "the cut": f"{list(self.layout.borders)} with {self.layout.tensor_size} ranks per stage",
             "capture ids": str([int(capture) for capture in self.capture_ids]),
             "the stream": self.stream,
@@ -107,16 +116,21 @@ class OpenTarget:
     """A rank that is ready.
 
     Attributes:
-        decoder: runs requests.
+        decoder: runs requests; every rank asks it for the same.
         mesh: this rank's place.
         contract: of the whole target.
         tokenizer: of the target.
     """
 
-    decoder: Decoder
+    decoder: Decoder | TensorDecoder
     mesh: Mesh
     contract: TargetContract
     tokenizer: TextTokenizer
+
+    def close(self) -> None:
+        """Let go of what must not outlive the ranks' connections."""
+        if isinstance(self.decoder, TensorDecoder):
+            self.decoder.close()
 
 
 def open_target(world: World, settings: DecodeSettings) -> OpenTarget:
@@ -137,6 +151,9 @@ def open_target(world: World, settings: DecodeSettings) -> OpenTarget:
     mesh = Mesh.of(world, terms.layout, terms.contract.num_layers)
     stage_pass = world.together(lambda: _load(mesh, terms, settings))
     tokenizer = world.together(lambda: open_tokenizer(terms.path))
+    if terms.shares_every_layer:
+        tensor = world.together(lambda: _tensor_decoder(mesh, terms, settings, stage_pass, tokenizer))
+        return OpenTarget(tensor, mesh, terms.contract, tokenizer)
     drafting = _load_drafting(mesh, terms, settings, stage_pass, tokenizer)
     decoder = Decoder(mesh, terms.contract, stage_pass, terms.sizes, drafting)
     return OpenTarget(decoder, mesh, terms.contract, tokenizer)
@@ -161,7 +178,9 @@ def _terms(world: World, settings: DecodeSettings) -> _Terms:
         )
     capture_ids: tuple[CaptureId, ...] = ()
     stream: AuxHiddenStream = settings.aux_hidden_stream or "prefix"
+    drafter_path: Path | None = None
     if settings.drafter is not None:
+        drafter_path = locate_drafter(settings.drafter, offline=settings.offline)
         drafter = _drafter_contract(settings, contract)
         capture_ids = tuple(capture_id(layer) for layer in drafter.target_layer_ids)
         stream = settings.aux_hidden_stream or drafter.aux_hidden_stream
@@ -169,7 +188,7 @@ def _terms(world: World, settings: DecodeSettings) -> _Terms:
         num_drafts = settings.num_draft_tokens or drafter.num_draft_tokens
         sizes = dataclasses.replace(sizes, num_draft_tokens=num_drafts)
     dtype = resolve_dtype(settings.dtype, world.device)
-    return _Terms(path, contract, layout, dtype, sizes, capture_ids, stream)
+    return _Terms(path, contract, layout, dtype, sizes, capture_ids, stream, drafter_path)
 
 
 def _drafter_contract(settings: DecodeSettings, contract: TargetContract) -> DrafterContract:
@@ -193,6 +212,24 @@ def _load(mesh: Mesh, terms: _Terms, settings: DecodeSettings) -> StagePass:
         "rank %d: layers %d to %d, part %d of %d", mesh.world.rank, start, end - 1, mesh.tensor.index, mesh.tensor.size
     )
     return stage_pass
+
+
+def _tensor_decoder(
+    mesh: Mesh, terms: _Terms, settings: DecodeSettings, stage_pass: StagePass, tokenizer: TextTokenizer
+) -> TensorDecoder:
+    """An engine over this rank's share; the ranks load the drafter side by side and replay its fingerprint together."""
+    share, mode = share_of(terms.contract, mesh.tensor.size), _mode(terms, settings, mesh)
+    target = LoadedTarget(cast(Any, stage_pass.stage), share, tokenizer, mode)
+    drafter = None
+    if settings.drafter is not None:
+        drafter = load_drafter(
+            settings.drafter,
+            target,
+            num_draft_tokens=settings.num_draft_tokens,
+            offline=settings.offline,
+            aux_hidden_stream=settings.aux_hidden_stream,
+        )
+    return TensorDecoder(mesh, terms.contract, target, terms.sizes, drafter)
 
 
 def _load_drafting(
@@ -246,4 +283,9 @@ def _drafting(
 
 def _mode(terms: _Terms, settings: DecodeSettings, mesh: Mesh) -> LinearMode:
     like = torch.empty(1, 1, dtype=terms.dtype, device=mesh.world.device)
-    return resolve_linear_mode(settings.linear_mode, like)
+    asked, is_dense = settings.linear_mode, terms.contract.kimi is None
+    if terms.shares_every_layer and is_dense:  # layers as they are, with norms of one launch, and a fused drafter
+        could_be = asked == "auto" and HAS_TRITON and like.device.type == "cuda" and terms.dtype == torch.bfloat16
+        if asked == "fused" or could_be:
+            return "fused"
+    return resolve_linear_mode(asked, like)

@@ -50,13 +50,21 @@ class DecodeRequest:
     ignore_eos: bool = False
 
     def sampling(self) -> SamplingParameters:
-        """How tokens are chosen, as the engine has it.
+        """All of it but the prompt, as the engine has it.
 
         Raises:
             RequestError: a value is impossible.
         """
         return SamplingParameters(
-            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, seed=self.seed
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+            stop_token_ids=tuple(sorted(self.stop_token_ids)),
+            ignore_eos=self.ignore_eos,
+            draft_length=None if self.is_drafted else "off",
         )
 
 
@@ -136,8 +144,7 @@ class Places:
         max_rows: int,
         max_model_len: int,
     ) -> None:
-        for index, request in enumerate(requests):
-            _check(index, request, contract.vocab_size, max_model_len)
+        check_requests(requests, vocab_size=contract.vocab_size, max_model_len=max_model_len)
         self._stops = frozenset(contract.stop_token_ids)
         self._max_rows = max_rows
         self._waiting = deque(Place(index, one, list(one.prompt_ids)) for index, one in enumerate(requests))
@@ -210,6 +217,16 @@ class Places:
             self._results[place.index] = DecodeResult(answer, reason, tuple(place.steps))
             self.running[number] = None
         return accepted + 1
+
+
+def check_requests(requests: Sequence[DecodeRequest], *, vocab_size: int, max_model_len: int) -> None:
+    """Refuse what cannot be served.
+
+    Raises:
+        RequestError: a prompt is empty, too long or no text of this target, or a setting is impossible.
+    """
+    for index, request in enumerate(requests):
+        _check(index, request, vocab_size, max_model_len)
 
 
 def _check(index: int, request: DecodeRequest, vocab_size: int, max_model_len: int) -> None:

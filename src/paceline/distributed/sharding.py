@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.contract import TargetContract
 from paceline.checkpoint.kimi_contract import ExpertSettings
-from paceline.distributed.choosing import choose_ids, gathered_scores
+from paceline.distributed.choosing import Truncation, choose_ids, gathered_scores
 from paceline.distributed.mesh import TensorGroup
 from paceline.engine.slots import SamplingRows
 from paceline.errors import ConfigError
@@ -116,8 +116,9 @@ class ShardedHead(Linear):
     """
 
     def __init__(self, contract: TargetContract, tensor: TensorGroup) -> None:
-        self.shard = vocabulary_shard(contract, tensor)
-        super().__init__(contract.hidden_size, self.shard.num_rows)
+        shard = vocabulary_shard(contract, tensor)
+        super().__init__(contract.hidden_size, shard.num_rows)
+        self.shard = shard
         self._vocab_size, self._scale, self._tensor = contract.vocab_size, logit_scale(contract), tensor
 
     def own(self, hidden: Tensor) -> Tensor:
@@ -129,9 +130,17 @@ class ShardedHead(Linear):
         return gathered_scores(self.own(hidden), self._vocab_size, self._tensor)
 
     def choose(
-        self, hidden_RD: Tensor, sampling: SamplingRows, position_R: Tensor, *, all_greedy: bool
+        self,
+        hidden_RD: Tensor,
+        sampling: SamplingRows,
+        position_R: Tensor,
+        *,
+        all_greedy: bool,
+        max_top_k: int,
+        any_top_p: bool,
+        any_min_p: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Each row's own token from the ranks' best ids, as `choose_ids`; no row is truncated."""
+        """Each row's own token and its score, from what the ranks know of their ids: see `choose_ids`."""
         scores_RI = self.own(hidden_RD)
         if self._scale != 1.0:
             scores_RI = scores_RI * self._scale
@@ -143,6 +152,7 @@ class ShardedHead(Linear):
             position_R=position_R,
             all_greedy=all_greedy,
             vocab_size=self._vocab_size,
+            truncation=Truncation(max_top_k, any_top_p, any_min_p),
         )
 
 

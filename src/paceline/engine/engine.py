@@ -41,6 +41,8 @@ class Engine:
         drafter: the model that proposes; None decodes plainly.
         settings: sizes and choices.
         proposer: something else that proposes, instead of `drafter`; for the canary and for tests.
+        all_did: where other processes run the same steps on the same requests, with collectives among them: whether
+            something worked in all of them. None where there are no others.
 
     Raises:
         ConfigError: a setting asks for more than the models can do.
@@ -55,6 +57,7 @@ class Engine:
         settings: EngineSettings | None = None,
         *,
         proposer: Proposer | None = None,
+        all_did: Callable[[bool], bool] | None = None,
     ) -> None:
         refuse_another_target(target, drafter)
         self.settings = settings = settings or EngineSettings()
@@ -63,7 +66,7 @@ class Engine:
         parts = make_parts(target, drafter, settings, proposer)
         self.max_model_len = parts.max_model_len
         self._intake = Intake(target, max_model_len=self.max_model_len, verify_method=settings.verify_method)
-        self._loop = EngineLoop(parts, settings, self._intake)
+        self._loop = EngineLoop(parts, settings, self._intake, all_did)
         self._names = itertools.count()
         self._is_closed = False
 

@@ -17,7 +17,7 @@ from paceline.engine.chunk_pace import ChunkPace
 from paceline.engine.counters import Counters
 from paceline.engine.debug import checks_are_asked_for
 from paceline.engine.drafting import Drafting
-from paceline.engine.graphs import StepRunner, make_recorder
+from paceline.engine.graphs import StepRunner, make_recorder, recorded_everywhere
 from paceline.engine.identity import prefix_identity
 from paceline.engine.in_flight import Ahead, InFlight, Launched, milliseconds_since
 from paceline.engine.intake import Intake
@@ -46,6 +46,7 @@ class EngineLoop:
         parts: what is run.
         settings: sizes and choices.
         intake: starts grammars again after an interruption.
+        all_did: as for `Engine`.
 
     Attributes:
         parts: as given.
@@ -60,7 +61,13 @@ class EngineLoop:
         run_step: launches one decode step, recorded or not.
     """
 
-    def __init__(self, parts: EngineParts, settings: EngineSettings, intake: Intake) -> None:
+    def __init__(
+        self,
+        parts: EngineParts,
+        settings: EngineSettings,
+        intake: Intake,
+        all_did: Callable[[bool], bool] | None = None,
+    ) -> None:
         self.parts, self._settings, self._intake = parts, settings, intake
         self._state, self._sizes = parts.state, parts.sizes
         self._in_flight = in_flight = InFlight()
@@ -108,6 +115,8 @@ class EngineLoop:
         self.deltas: list[RequestDelta] = []
         self.counters = Counters(parts.num_draft_tokens)
         record = make_recorder(parts.state.device, wanted=settings.cuda_graphs)
+        if record is not None and all_did is not None:
+            record = recorded_everywhere(record, all_did)
         self._steps = StepRunner(parts, self.counters, max_num_seqs=settings.max_num_seqs, record=record)
         self._flags = StepFlags()
         calibration = parts.drafter.calibration if parts.drafter is not None else None

@@ -35,7 +35,7 @@ from paceline.engine.sampling import LogprobsMode
 from paceline.engine.slots import SamplingFlags, SlotState
 from paceline.engine.target_cache import TargetCache, attend_rows, commit_rows, keeps_states, num_kept_rows
 from paceline.engine.transfers import HostCopy
-from paceline.engine.verifier import block_logprobs, judge
+from paceline.engine.verifier import ChoosesOverRanks, block_logprobs, judge, judge_choices, needs_choices_alone
 from paceline.models.drafters.proposal import Proposal
 from paceline.models.taps import TapCollector
 from paceline.models.targets.target import Target
@@ -301,18 +301,22 @@ def decode_step(
     proposal = Proposal(found.draft_ids_BK, found.candidate_ids_BKC, found.log_q_BKC)
     fed = proposer if batch.writes_context else None
     hidden_BTD = run_rows(target, fed, cache, choice, rows, found.token_ids_BT, all_count=False)
-    judged = judge(
-        target.logits(hidden_BTD),
-        proposal,
-        state,
-        rows.slots_B,
-        rows.starts_B,
-        batch.flags,
-        method=batch.verify_method,
-        grammar_mask_BLW=batch.grammar_mask_BTW,
-        rows=found,
-    )
-    verified = judged.verified
+    head, logits = target.lm_head, None
+    is_enough = needs_choices_alone(batch.flags, batch.verify_method, batch.grammar_mask_BTW)
+    if isinstance(head, ChoosesOverRanks) and is_enough:
+        verified = judge_choices(head, hidden_BTD, proposal.ids_BK, found, batch.flags)
+    else:
+        verified, logits = judge(
+            target.logits(hidden_BTD),
+            proposal,
+            state,
+            rows.slots_B,
+            rows.starts_B,
+            batch.flags,
+            method=batch.verify_method,
+            grammar_mask_BLW=batch.grammar_mask_BTW,
+            rows=found,
+        )
     ends_B, report_BX = state.commit(found, verified.verdict)
     output = StepOutput(report_BX, rows.num_rows)
     if keeps_states(cache):
@@ -324,7 +328,9 @@ def decode_step(
         proposer.settle(rows, found.token_ids_BT, ends_B, verified.bonus_ids_B)
     if proposer is not None and plan is not None and plan.most > 0:
         draft_next(proposer, state, rows, plan, batch.stopper, batch.flags, output.num_waiting_B)
-    return replace(output, logprobs=block_logprobs(judged.logits, output.tokens_BT, batch.flags))
+    if logits is None:
+        return output
+    return replace(output, logprobs=block_logprobs(logits, output.tokens_BT, batch.flags))
 
 
 def rows_where_they_stand(rows: Rows, found: StepRows, choice: AttentionChoice) -> Rows:

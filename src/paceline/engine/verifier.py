@@ -7,15 +7,17 @@ B requests, K drafts, L = K + 1 rows, V vocabulary, W mask words.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from paceline.engine.log_probabilities import BlockLogprobs, row_logprobs
 from paceline.engine.sampling_flags import SamplingFlags
-from paceline.engine.slots import SlotState
+from paceline.engine.slots import SamplingRows, SlotState
 from paceline.models.drafters.proposal import Proposal
-from paceline.ops.acceptance import VerifyMethod
+from paceline.ops.acceptance import VerifyMethod, at_row, count_leading, reads_q
+from paceline.ops.finalise_block import SOUND, fault_of_rows
 from paceline.ops.step_rows import StepRows
 from paceline.ops.target_distribution import TargetLogits, target_logits
 from paceline.ops.verify_block import VerifiedBlock, verify_block
@@ -86,6 +88,63 @@ def judge(
         all_greedy=flags.all_greedy,
     )
     return JudgedBlock(verified, logits)
+
+
+@runtime_checkable
+class ChoosesOverRanks(Protocol):
+    """An output head of which other processes hold the other ids: it can say what a row chooses without all scores."""
+
+    def choose(
+        self,
+        hidden_RD: Tensor,
+        sampling: SamplingRows,
+        position_R: Tensor,
+        *,
+        all_greedy: bool,
+        max_top_k: int,
+        any_top_p: bool,
+        any_min_p: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Each row's own token and its score, the same in every process; -1 where the row is unsound."""
+        ...
+
+
+def needs_choices_alone(flags: SamplingFlags, method: VerifyMethod, grammar_mask_BLW: Tensor | None) -> bool:
+    """Whether a block is judged by the rows' own tokens, and nobody asks for more of the logits."""
+    wants_logprobs = flags.num_raw_logprobs is not None or flags.num_processed_logprobs is not None
+    if flags.any_rules or grammar_mask_BLW is not None or wants_logprobs:
+        return False
+    return flags.all_greedy or not reads_q(method)
+
+
+def judge_choices(
+    head: ChoosesOverRanks, hidden_BLD: Tensor, draft_ids_BK: Tensor, rows: StepRows, flags: SamplingFlags
+) -> VerifiedBlock:
+    """`judge` where `needs_choices_alone` and the vocabulary is split: accept drafts that are the rows' own tokens.
+
+    Args:
+        head: gives the rows' own tokens.
+        hidden_BLD: behind the final norm.
+        draft_ids_BK: int64, -1 where there is none.
+        rows: of the step.
+        flags: what the host knows of the batch.
+    """
+    num_rows = hidden_BLD.shape[1]
+    position_BL = rows.starts_B.unsqueeze(1) + torch.arange(num_rows, device=hidden_BLD.device)
+    ids_R, best_R = head.choose(
+        hidden_BLD.flatten(0, 1),
+        SamplingRows(*(setting_B.repeat_interleave(num_rows) for setting_B in rows.sampling)),
+        position_BL.flatten(),
+        all_greedy=flags.all_greedy,
+        max_top_k=flags.max_top_k,
+        any_top_p=flags.any_top_p,
+        any_min_p=flags.any_min_p,
+    )
+    own_ids_BL, fault_BL = ids_R.view_as(position_BL), fault_of_rows(best_R).view_as(position_BL)
+    is_kept_BK = draft_ids_BK.eq(own_ids_BL[:, :-1]) & (fault_BL[:, :-1] == SOUND)
+    accepted_B = count_leading(is_kept_BK)
+    fault_B = at_row(fault_BL, accepted_B)
+    return VerifiedBlock(accepted_B, at_row(own_ids_BL, accepted_B), fault_B, torch.zeros_like(accepted_B))
 
 
 def block_logprobs(logits: TargetLogits, tokens_BL: Tensor, flags: SamplingFlags) -> BlockLogprobs | None:

@@ -30,11 +30,14 @@ from paceline.distributed.mesh import Layout, Mesh
 from paceline.distributed.opening import DecodeSettings, open_target
 from paceline.distributed.places import DecodeRequest, Place
 from paceline.distributed.plan import Plan
-from paceline.distributed.sharding import share_of
+from paceline.distributed.sharding import ShardedHead, share_of
 from paceline.distributed.stage_pass import StagePass
+from paceline.distributed.tensor_decoding import TensorDecoder
 from paceline.distributed.world import World
+from paceline.engine.engine import Engine
 from paceline.errors import PacelineError
 from paceline.models.attends import WholeSequence
+from paceline.models.drafters.proposal import Proposal
 from paceline.models.layers import set_linear_mode
 from paceline.models.stepwise import StepwiseContext
 from paceline.models.taps import TapCollector
@@ -119,6 +122,35 @@ class Helped(Drafting):
                 place.drafts[: len(helped)] = helped
 
 
+class HelpedOnRank:
+    """The same around an engine's proposer."""
+
+    def __init__(self, inner: Any, engine: Engine, scripts: Sequence[Sequence[int]]) -> None:
+        self._inner, self._engine, self._scripts = inner, engine, scripts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def propose(self, rows: Any, *arguments: Any, **options: Any) -> Proposal:
+        proposal = self._inner.propose(rows, *arguments, **options)
+        ids_BK = proposal.ids_BK.clone()
+        requests = self._engine._loop.requests
+        state = arguments[0]
+        slots = rows.slots_B.tolist()
+        for row, (slot, length) in enumerate(zip(slots, state.lengths[rows.slots_B].tolist(), strict=True)):
+            name = self._engine.request_in_slot(slot)
+            if name is None:  # padding
+                continue
+            prompt = requests[name].prompt_ids
+            (script,) = (self._scripts[index] for index, one in enumerate(REQUESTS) if one.prompt_ids == tuple(prompt))
+            done = length + 1 - len(prompt)
+            num_helped = min(7 * length % 11 % (ids_BK.shape[1] + 2), ids_BK.shape[1])
+            for at, token in enumerate(script[done : done + num_helped]):
+                ids_BK[row, at] = token
+        # every draft is judged by equality here
+        return proposal._replace(ids_BK=ids_BK)
+
+
 def decode(world: World, folder: Path, case: Case) -> dict[str, Any]:
     """Open, generate; tokens and drafts of all requests, or the error."""
     fault = case.get("fault")
@@ -127,11 +159,15 @@ def decode(world: World, folder: Path, case: Case) -> dict[str, Any]:
             if fault is not None:
                 stack.enter_context(FAULTS[fault](world.rank))
             opened = open_target(world, settings(folder, case))
-            drafting = opened.decoder._drafting
-            if drafting is not None and case.get("scripts"):
-                drafting.__class__ = Helped
-                drafting.scripts = case["scripts"]  # type: ignore[attr-defined]
-            found = opened.decoder.generate(REQUESTS)
+            decoder = opened.decoder
+            if case.get("drafter") and case.get("scripts"):
+                if isinstance(decoder, TensorDecoder):
+                    decoder.engine.wrap_proposer(lambda inner: HelpedOnRank(inner, decoder.engine, case["scripts"]))
+                elif decoder._drafting is not None:
+                    decoder._drafting.__class__ = Helped
+                    decoder._drafting.scripts = case["scripts"]  # type: ignore[attr-defined]
+            found = decoder.generate(REQUESTS)
+            opened.close()
     except (PacelineError, AssertionError) as error:
         return {"error": type(error).__name__, "told": str(error)}
     return {
@@ -283,13 +319,13 @@ def _one_row_counts(_rank: int) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _noise_on_rank_1(rank: int) -> Iterator[None]:
-    logits = StagePass.logits
+    own = ShardedHead.own
 
-    def noisy(self: StagePass, hidden: Tensor) -> Tensor:
-        found = logits(self, hidden)
+    def noisy(self: ShardedHead, hidden: Tensor) -> Tensor:
+        found = own(self, hidden)
         return found + 1e-3 * torch.randn(found.shape) if rank == 1 else found
 
-    with patch.object(StagePass, "logits", noisy):
+    with patch.object(ShardedHead, "own", noisy):
         yield
 
 

@@ -52,6 +52,12 @@ CASES: dict[str, dict[str, Any]] = {
         "tensor_size": 2,
         "linear_mode": "plain",
     },
+    "shared, norms of one launch": {
+        "target": "qwen3",
+        "drafter": "qwen3-dspark",
+        "tensor_size": 2,
+        "linear_mode": "fused",
+    },
     "shared, biased": {"target": "biased", "tensor_size": 2},
 }
 
