@@ -219,10 +219,10 @@ def measure(
     for starts, (launch, parts) in itertools.product(options.starts, list(_variants(size, chosen, inputs, sweep))):
         if time.monotonic() > deadline_s:
             return
-        allow_dependent_launch(starts == "early")
+        allow_dependent_launch("on" if starts == "early" else "off")
         calls = [_call(inputs, layer, launch, parts) for layer in range(num_layers)]
         us = clock.time(calls * max(1, 20 // num_layers)).us
-        allow_dependent_launch(False)
+        allow_dependent_launch("off")
         yield {
             "shape": size.name,
             "batch": size.batch,

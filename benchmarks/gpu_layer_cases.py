@@ -19,13 +19,55 @@ from torch import Tensor
 from paceline.models.fused_layer import FusedLayer, run_fused
 from paceline.ops.linear_gated import linear_gated_reference, linear_gated_triton
 from paceline.ops.linear_residual import linear_residual_reference, linear_residual_triton
-from paceline.ops.paged_attention import PagedAttend
+from paceline.ops.paged_attention import PagedAttend, paged_attention
+from paceline.ops.paged_attention_kernel import Launch, paged_attention_triton
 from paceline.ops.project_heads import Cells, HeadForm, project_heads_reference, project_heads_triton
 from paceline.ops.rotary import rotary_table
 from paceline.ops.scale_rows import scale_rows
 from paceline.ops.skinny_product import ScaledRows, Tile, choose_tile, new_counters
 
 OPERATIONS = ("heads", "o", "gated", "down")
+_AHEAD = 98_304  # bytes that a program asks for early
+# Cuts of a chain's products that are compared as a whole, beside those that the operations choose.
+CHAIN_CUTS: dict[str, dict[str, Tile | None]] = {
+    "chosen": {},
+    "streamed": {
+        "heads": Tile(64, 64, 4, 4, 3, _AHEAD),
+        "o": Tile(16, 128, 1, 4, 5, _AHEAD),
+        "gated": Tile(32, 64, 1, 4, 9, _AHEAD),
+        "down": Tile(16, 256, 1, 4, 6, _AHEAD),
+    },
+    "sliced": {
+        "heads": Tile(32, 128, 1, 4, 5, _AHEAD, 4),
+        "o": Tile(16, 128, 1, 4, 5, _AHEAD, 4),
+        "gated": Tile(32, 128, 1, 4, 5, _AHEAD, 4),
+        "down": Tile(16, 256, 1, 4, 6, _AHEAD, 4),
+    },
+    "sliced, much shared": {  # all programs have more than 48 KB, as those of attention do
+        "heads": Tile(32, 128, 1, 4, 6, _AHEAD, 4),
+        "o": Tile(16, 128, 1, 4, 8, _AHEAD, 4),
+        "gated": Tile(32, 128, 1, 4, 6, _AHEAD, 4),
+        "down": Tile(16, 256, 1, 4, 6, _AHEAD, 4),
+    },
+    "sliced, little shared": {  # and none of them has
+        "heads": Tile(32, 128, 1, 4, 4, _AHEAD, 4),
+        "o": Tile(16, 128, 1, 4, 5, _AHEAD, 4),
+        "gated": Tile(32, 128, 1, 4, 4, _AHEAD, 4),
+        "down": Tile(16, 256, 1, 4, 3, _AHEAD, 4),
+    },
+    "sliced, 8 warps": {
+        "heads": Tile(32, 256, 1, 8, 3, _AHEAD, 8),
+        "o": Tile(16, 256, 1, 8, 3, _AHEAD, 8),
+        "gated": Tile(32, 256, 1, 8, 3, _AHEAD, 8),
+        "down": Tile(16, 512, 1, 8, 3, _AHEAD, 8),
+    },
+    "sliced, 8 outputs": {
+        "heads": Tile(16, 128, 1, 4, 5, _AHEAD, 4),
+        "o": Tile(8, 128, 1, 4, 5, _AHEAD, 4),
+        "gated": Tile(16, 128, 1, 4, 5, _AHEAD, 4),
+        "down": Tile(8, 256, 1, 4, 6, _AHEAD, 4),
+    },
+}
 ALLOWED_ERROR = 1e-2  # of bf16 results against float32
 NUM_SQUARES = 32  # in so many parts a product of real sizes leaves its rows' squares
 _EPS = 1e-6
@@ -238,8 +280,29 @@ class _Passes(PagedAttend):
         return q_BTNH
 
 
-def chain_call(shape: Shape, layers: Sequence[Layer], inputs: Inputs, tiles: Mapping[str, Tile | None]) -> Call:
-    """All layers as one call, the operations of these names cut by these tiles."""
+class Context(NamedTuple):
+    """Attention of a chain: requests that have so many positions each, their rows the last of them.
+
+    Attributes:
+        num_requests: B, among which the rows are divided.
+        num_positions: L.
+        launch: of attention, by default its own choice.
+    """
+
+    num_requests: int
+    num_positions: int
+    launch: Launch | None = None
+
+
+def chain_call(
+    shape: Shape,
+    layers: Sequence[Layer],
+    inputs: Inputs,
+    tiles: Mapping[str, Tile | None],
+    context: Context | None = None,
+) -> Call:
+    """All layers as one call, operations of these names cut by these tiles; attention where there is a context."""
+    attend = None if context is None else _attention_of(inputs, context)
 
     def run() -> Tensor:
         here = inputs
@@ -250,12 +313,35 @@ def chain_call(shape: Shape, layers: Sequence[Layer], inputs: Inputs, tiles: Map
                 if isinstance(result, ScaledRows):
                     here = here._replace(x=result.x_TD, scaled=result.scaled_TD, squares=result.squares_TS)
                 elif operation == "heads":
-                    here = here._replace(heads=result.flatten(1))
+                    here = here._replace(heads=(result if attend is None else attend(layer, result)).flatten(1))
                 else:
                     here = here._replace(inside=result)
         return here.x
 
     return run
+
+
+def _attention_of(inputs: Inputs, context: Context) -> Callable[[Layer, Tensor], Tensor]:
+    """Attention over blocks of every request's own, in order."""
+    device, num_requests = inputs.x.device, context.num_requests
+    num_rows = inputs.x.shape[0] // num_requests
+    each = -(-context.num_positions // _BLOCK_SIZE)
+    assert num_rows * num_requests == inputs.x.shape[0] and num_requests * each <= _BLOCKS, "rows and blocks suffice"
+    table = torch.zeros(num_requests + 1, 1024 // _BLOCK_SIZE, dtype=torch.int32, device=device)
+    table[:num_requests, :each] = torch.arange(num_requests * each, device=device).view(num_requests, each)
+    slots_B = torch.arange(num_requests, device=device)
+    starts_B = torch.full_like(slots_B, context.num_positions - num_rows)
+
+    def attend(layer: Layer, q_RNH: Tensor) -> Tensor:
+        q_BTNH = q_RNH.unflatten(0, (num_requests, num_rows))
+        scale, pages = q_RNH.shape[2] ** -0.5, layer.planes
+        none = (None, None, None, True, None)  # no tail, no first position, no window; causal; no sink
+        if device.type == "cpu":  # whose interpreter does not count turns
+            return paged_attention(q_BTNH, pages, table, slots_B, starts_B, scale=scale).flatten(0, 1)
+        y_BTNH = paged_attention_triton(q_BTNH, pages, table, slots_B, starts_B, *none, scale, launch=context.launch)
+        return y_BTNH.flatten(0, 1)
+
+    return attend
 
 
 def chosen_tile(name: str, shape: Shape, num_rows: int) -> Tile:
@@ -286,6 +372,21 @@ def tiles(name: str, shape: Shape) -> Iterator[Tile]:
             for warps in (4, 8) if output * block >= 8192 else (4,):
                 if (stages - 1) * per_stage < 220_000:
                     yield Tile(output, block, parts, warps, stages)
+
+
+def sliced_tiles(name: str, shape: Shape) -> Iterator[Tile]:
+    """Cuts whose blocks are divided among warps, for small weights and up to 16 rows."""
+    num_outputs, width = shape.sizes[name]
+    whole_head = name == "heads" and shape.has_qk_norm
+    outputs = (shape.head_size,) if whole_head else (16, 32, 64) if name in ("heads", "gated") else (8, 16, 32)
+    for output, block, parts, slices in itertools.product(outputs, (64, 128, 256, 512), (1, 2), (2, 4, 8)):
+        turns = -(-width // (block * parts))
+        per_stage = 2 * block * (output + 16)
+        if block // slices < 16 or block >= 2 * width or (parts > 1 and num_outputs // output >= 90):
+            continue
+        stages = max(2, min(turns + 1, 7, 1 + 100_000 // per_stage))
+        if (stages - 1) * per_stage < 110_000:
+            yield Tile(output, block, parts, 8 if slices == 8 else 4, stages, _AHEAD, slices)
 
 
 def _bound(function: Callable[..., Tensor], *arguments: object) -> Call:

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {options.device} was asked for; torch sees no GPU", hint="--device cpu")
-    allow_dependent_launch(options.dependent_launch)
+    allow_dependent_launch("on" if options.dependent_launch else "off")
     rows: list[dict[str, object]] = []
     launched: set[str] = set()
     left_out: list[str] = []

@@ -6,8 +6,10 @@
 | `PACELINE_AUX_HIDDEN_STREAM` | prefix or attn_res: overrides the drafter's stream, for A/B runs | the drafter's |
 | `PACELINE_DEBUG` | on (1) shows tracebacks, like `--debug`, and makes engines check their invariants | off (0) |
 | `PACELINE_NUM_THREADS` | CPU threads of tensor operations, like `--threads` | torch's choice |
-| `PACELINE_DEPENDENT_LAUNCH` | on (1) lets kernels of a GPU begin before the one ahead has ended | off (0) |
+| `PACELINE_DEPENDENT_LAUNCH` | on (1), or a rule: kernels of a GPU begin before the one ahead has ended | off (0) |
 | `NO_COLOR` | anything but empty turns colours off (a convention that many programs share) | unset |
+
+The rules of dependent launch, which are there to be compared, are at-once, after-wait, mixed and late.
 
 Other libraries read their own (`HF_HOME`, `HF_HUB_OFFLINE`, `OMP_NUM_THREADS`, ...); `paceline doctor` shows those too.
 """
@@ -23,6 +25,7 @@ from paceline.errors import ConfigError
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 STREAMS = ("prefix", "attn_res")
+LAUNCHES = ("off", "on", "at-once", "after-wait", "mixed", "late")
 
 OWN_VARIABLES = (
     "PACELINE_LOG_LEVEL",
@@ -56,7 +59,7 @@ class Environment:
     aux_hidden_stream: Literal["prefix", "attn_res"] | None = None
     debug: bool = False
     num_threads: int | None = None
-    dependent_launch: bool = False
+    dependent_launch: str = "off"
     no_color: bool = False
 
 
@@ -84,7 +87,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         ),
         debug=_is_on(found, "PACELINE_DEBUG"),
         num_threads=_count(found, "PACELINE_NUM_THREADS"),
-        dependent_launch=_is_on(found, "PACELINE_DEPENDENT_LAUNCH"),
+        dependent_launch=_launch(found, "PACELINE_DEPENDENT_LAUNCH"),
         no_color=bool(found.get("NO_COLOR")),
     )
 
@@ -112,6 +115,11 @@ def _one_of(found: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> st
 
 def _is_on(found: Mapping[str, str], name: str) -> bool:
     return _one_of(found, name, ("off", "on", "0", "1")) in ("on", "1")
+
+
+def _launch(found: Mapping[str, str], name: str) -> str:
+    value = _one_of(found, name, (*LAUNCHES, "0", "1"))
+    return {None: "off", "0": "off", "1": "on"}.get(value, value or "off")
 
 
 def _count(found: Mapping[str, str], name: str) -> int | None:

@@ -25,6 +25,7 @@ else:
     triton = tl = None
 
 __all__ = [
+    "DEPENDENT_LAUNCH_RULES",
     "HAS_TRITON",
     "allow_dependent_launch",
     "choose",
@@ -32,6 +33,7 @@ __all__ = [
     "implementations",
     "kernel",
     "needs_gradient",
+    "next_begins",
     "report",
     "tl",
     "triton",
@@ -42,7 +44,17 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 # (operation, device type) to implementation: the only state, kept so that a choice is reported once and can be listed.
 _chosen: dict[tuple[str, str], str] = {}
 _LEAST_CAPABILITY = (9, 0)  # of a GPU that can launch a kernel before the one ahead of it has ended
-_is_dependent_launch_allowed = False
+# When a launch lets the one behind it begin, as kernels' constant BEGINS has it: at once, behind its own wait for the
+# one ahead, or when its products are summed. By rule: launches of few programs, and all others.
+_AT_ONCE, _AFTER_WAIT, _LATE = 1, 2, 3
+DEPENDENT_LAUNCH_RULES = {
+    "at-once": (_AT_ONCE, _AT_ONCE),
+    "after-wait": (_AFTER_WAIT, _AFTER_WAIT),
+    "mixed": (_AT_ONCE, _AFTER_WAIT),
+    "late": (_LATE, _LATE),
+}
+_DEFAULT_RULE = "after-wait"
+_dependent_launch_rule: str | None = None
 
 
 def kernel(function: Callable[..., None]) -> Any:
@@ -76,22 +88,36 @@ def needs_gradient(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def allow_dependent_launch(is_allowed: bool) -> None:
-    """Settle `dependent_launch` for the process; whoever sets up an engine or a measurement asks the environment."""
-    global _is_dependent_launch_allowed
-    _is_dependent_launch_allowed = is_allowed
+def allow_dependent_launch(how: str) -> None:
+    """Settle `dependent_launch` for the process; whoever sets up an engine or a measurement asks the environment.
+
+    Args:
+        how: "off"; one of `DEPENDENT_LAUNCH_RULES`; or "on", for the one that measured best.
+    """
+    global _dependent_launch_rule
+    assert how in ("off", "on", *DEPENDENT_LAUNCH_RULES), how
+    _dependent_launch_rule = {"off": None, "on": _DEFAULT_RULE}.get(how, how)
 
 
 def dependent_launch() -> bool:
     """Whether kernels that can are launched while the one ahead of them still runs (`launch_pdl`, `USE_PDL`).
 
-    Such a kernel calls `tl.extra.cuda.gdc_launch_dependents()` first of all, and `gdc_wait()` before it writes, and
-    before it reads what any kernel of the kind wrote. Many of them may be resident at once, each waiting for the one
-    ahead; a kernel of another kind, such as torch's, ends before the next begins. So weights, tables, rows of a step
-    and keys of earlier passes may be read before the wait where two kernels of another kind lie between. Never while
-    Triton interprets.
+    Such a kernel calls `tl.extra.cuda.gdc_launch_dependents()`, most when `next_begins` says, and `gdc_wait()` before
+    it writes, and before it reads what any kernel of the kind wrote. Several of them may be resident at once, each
+    waiting for the one ahead; a kernel of another kind, such as torch's, ends before the next begins. So weights,
+    tables, rows of a step and keys of earlier passes may be read before the wait where two kernels of another kind lie
+    between. Never while Triton interprets.
     """
-    return _is_dependent_launch_allowed and _can_launch_early()
+    return _dependent_launch_rule is not None and _can_launch_early()
+
+
+def next_begins(*, is_small: bool) -> int:
+    """When a launch that may begin early lets the next one begin: the constant BEGINS of its kernel, 1 to 3.
+
+    Args:
+        is_small: a launch of few programs, which leaves room for what waits.
+    """
+    return DEPENDENT_LAUNCH_RULES[_dependent_launch_rule or _DEFAULT_RULE][0 if is_small else 1]
 
 
 @functools.cache

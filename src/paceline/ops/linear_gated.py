@@ -66,11 +66,12 @@ def _linear_gated_kernel(
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
+    SLICES: tl.constexpr,
+    BEGINS: tl.constexpr,
 ) -> None:
     output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
     existing = tl.minimum(output, NUM_OUTPUTS - 1)
-    begin_run(weight_ptr, existing, existing + NUM_OUTPUTS, WIDTH, PART, True, CHUNKS, CHUNK, IS_DEPENDENT)
+    begin_run(weight_ptr, existing, existing + NUM_OUTPUTS, WIDTH, PART, True, CHUNKS, CHUNK, BEGINS)
     is_output = output < NUM_OUTPUTS
     gate_bias = tl.load(bias_ptr + output, mask=is_output & HAS_BIAS, other=0.0)
     up_bias = tl.load(bias_ptr + NUM_OUTPUTS + output, mask=is_output & HAS_BIAS, other=0.0)
@@ -90,6 +91,8 @@ def _linear_gated_kernel(
         OUTPUTS,
         BLOCK,
         True,
+        SLICES,
+        BEGINS,
     )
     if HAS_SQUARES:
         factor = norm_factor(squares, eps, WIDTH)

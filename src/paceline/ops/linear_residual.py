@@ -81,12 +81,13 @@ def _linear_residual_kernel(
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
+    SLICES: tl.constexpr,
+    BEGINS: tl.constexpr,
 ) -> None:
     output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
     existing = tl.minimum(output, NUM_OUTPUTS - 1)
     is_output = output < NUM_OUTPUTS
-    begin_run(weight_ptr, existing, existing, WIDTH, PART, False, CHUNKS, CHUNK, IS_DEPENDENT)
+    begin_run(weight_ptr, existing, existing, WIDTH, PART, False, CHUNKS, CHUNK, BEGINS)
     row = tl.arange(0, ROWS)
     is_cell = (row < num_rows)[:, None] & is_output[None, :]
     cell = row.to(tl.int64)[:, None] * NUM_OUTPUTS + output[None, :]
@@ -109,6 +110,8 @@ def _linear_residual_kernel(
         OUTPUTS,
         BLOCK,
         False,
+        SLICES,
+        BEGINS,
     )
     if HAS_SQUARES:
         sums *= norm_factor(squares, eps, WIDTH)

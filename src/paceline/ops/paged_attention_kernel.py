@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ShapeError
-from paceline.ops.dispatch import dependent_launch, kernel, tl, triton
+from paceline.ops.dispatch import dependent_launch, kernel, next_begins, tl, triton
 
 _FEWEST = 16  # the smallest side of a matrix product on tensor cores
 _MOST_QUERIES = 128  # packed rows of a tile
@@ -100,9 +100,9 @@ def _paged_attention_kernel(
     IS_CAUSAL: tl.constexpr,
     HAS_FIRSTS: tl.constexpr,
     HAS_SINK: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    BEGINS: tl.constexpr,
 ) -> None:
-    if USE_PDL:
+    if BEGINS == 1:
         tl.extra.cuda.gdc_launch_dependents()
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the latest rows see most, so they come first
     request, head = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
@@ -144,8 +144,10 @@ def _paged_attention_kernel(
         for at in tl.static_range(0, HEAD, 64):
             _fetch_ahead(cached_keys + offset + at, is_old)
             _fetch_ahead(cached_values + offset + at, is_old)
-    if USE_PDL:
+    if BEGINS > 0:
         tl.extra.cuda.gdc_wait()
+        if BEGINS == 2:
+            tl.extra.cuda.gdc_launch_dependents()
 
     channel = tl.arange(0, CHANNELS)
     is_channel = channel < HEAD
@@ -191,6 +193,8 @@ def _paged_attention_kernel(
         total = total * kept + tl.sum(weight, axis=1)
         mixed = mixed * kept[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
         largest, key, block = raised, next_key, next_block
+    if BEGINS == 3:
+        tl.extra.cuda.gdc_launch_dependents()
 
     is_last = True
     is_cell = is_query[:, None] & is_channel[None, :]
@@ -330,7 +334,7 @@ def paged_attention_triton(
             IS_CAUSAL=is_causal,
             HAS_FIRSTS=firsts_B is not None,
             HAS_SINK=sink_N is not None,
-            USE_PDL=is_early,
+            BEGINS=next_begins(is_small=True) if is_early else 0,
             num_warps=launch.warps,
             num_stages=launch.stages,
             launch_pdl=is_early,

@@ -143,7 +143,8 @@ def _project_heads_kernel(
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
+    SLICES: tl.constexpr,
+    BEGINS: tl.constexpr,
 ) -> None:
     PAIRS: tl.constexpr = HEAD_SIZE // 2
     RUNS: tl.constexpr = (PAIRS + OUTPUTS - 1) // OUTPUTS
@@ -162,7 +163,7 @@ def _project_heads_kernel(
         other_channel = tl.where(is_turned, 2 * pair + 1, pair + PAIRS)
     output = (head * HEAD_SIZE + channel).to(tl.int64)
     other_output = (head * HEAD_SIZE + other_channel).to(tl.int64)
-    begin_run(weight_ptr, output, other_output, WIDTH, PART, True, CHUNKS, CHUNK, IS_DEPENDENT)
+    begin_run(weight_ptr, output, other_output, WIDTH, PART, True, CHUNKS, CHUNK, BEGINS)
     row = tl.arange(0, ROWS)
     is_row = row < num_rows
     dtype = q_ptr.dtype.element_ty
@@ -193,6 +194,8 @@ def _project_heads_kernel(
         OUTPUTS,
         BLOCK,
         True,
+        SLICES,
+        BEGINS,
     )
     is_cell = is_row[:, None] & is_pair[None, :] & is_last
     if HAS_SQUARES:

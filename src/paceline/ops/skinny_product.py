@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ShapeError
-from paceline.ops.dispatch import dependent_launch, kernel, tl, triton
+from paceline.ops.dispatch import dependent_launch, kernel, next_begins, tl, triton
 
 LARGEST_ROWS: Final = 64  # in one tile; above, products are bound by arithmetic and left to the library
 NUM_COUNTERS: Final = 4096  # runs of outputs that several programs may share, in one launch
@@ -29,6 +29,7 @@ _SMALLEST_BLOCK: Final = 64
 _SHARED_BYTES: Final = 108_000  # of a multiprocessor, for tiles in flight: half, so that the next launch finds room
 _DEPENDENT_ROWS: Final = 16  # with more, launches that begin early were slower (measured at 32 and 64)
 _SMALL_BYTES: Final = 8_000_000  # of a weight that is asked for while the launch ahead still runs
+_MOST_OUTPUTS_IN_SLICES: Final = 32  # of a program: with more, warps have tiles of their own
 _AHEAD_BYTES: Final = 98_304  # of it, by a program
 
 
@@ -42,6 +43,8 @@ class Tile(NamedTuple):
         warps: per program.
         stages: tiles of the loop in flight.
         ahead: bytes of the weight that a program asks for while the launch ahead still runs, at most.
+        slices: of a block, each summed by warps of its own. Few rows and outputs make one short tile, whose steps along
+            the inputs wait for each other; slices have a chain of steps each.
     """
 
     outputs: int
@@ -50,6 +53,7 @@ class Tile(NamedTuple):
     warps: int = 4
     stages: int = 4
     ahead: int = 0
+    slices: int = 1
 
 
 class ScaledRows(NamedTuple):
@@ -66,11 +70,10 @@ class ScaledRows(NamedTuple):
     squares_TS: Tensor
 
 
-# Measured in chains of layers (`benchmarks/gpu_layers --tune`), by outputs and inputs: the 135M shape with 1 row, the
-# 8B shape with 16.
+# Measured in chains of layers (`benchmarks/gpu_layers --tune`), by outputs and inputs: the 8B shape with 16 rows, and
+# heads of the 135M shape that are normed whole.
 _MEASURED: Final = {
     (960, 576): Tile(64, 64, 4, 4, 3, _AHEAD_BYTES),
-    (576, 576): Tile(16, 128, 1, 4, 5, _AHEAD_BYTES),
     (6144, 4096): Tile(128, 64, 2, 4, 12),
     (4096, 4096): Tile(64, 256, 4, 4, 3),
     (24576, 4096): Tile(64, 128, 1, 4, 4),
@@ -87,16 +90,21 @@ def choose_tile(num_rows: int, num_outputs: int, width: int, *, least_outputs: i
         width: I.
         least_outputs: of a program: what its end needs at once, such as a whole head that is normed.
     """
+    is_few, is_small = padded_rows(num_rows) == 16, 2 * num_outputs * width <= _SMALL_BYTES
+    can_slice = is_few and is_small and least_outputs <= _MOST_OUTPUTS_IN_SLICES
     measured = _MEASURED.get((num_outputs, width))
-    if measured is not None and padded_rows(num_rows) == 16 and measured.outputs >= least_outputs:
+    if measured is not None and is_few and measured.outputs >= least_outputs and not can_slice:
         return measured
     outputs = least_outputs
     while outputs < 64 and num_outputs // (2 * outputs) >= _FEW_PROGRAMS:
         outputs *= 2
     # A block that divides the width needs no masks.
     block = min(256, max(_SMALLEST_BLOCK, 16384 // outputs), max(_SMALLEST_BLOCK, width & -width))
-    if padded_rows(num_rows) >= 32:
+    if not is_few:
         block = min(block, 128)
+    slices = 1
+    if can_slice and outputs <= _MOST_OUTPUTS_IN_SLICES:
+        block, slices = max(block, 128), 4
     num_runs, turns = triton.cdiv(num_outputs, outputs), triton.cdiv(width, block)
     parts = 1
     while (
@@ -106,8 +114,7 @@ def choose_tile(num_rows: int, num_outputs: int, width: int, *, least_outputs: i
     resident = min(4, triton.cdiv(num_runs * parts, _NUM_PROCESSORS))
     bytes_per_stage = 2 * block * (outputs + padded_rows(num_rows))
     stages = max(3, min(9, triton.cdiv(turns, parts), 1 + _SHARED_BYTES // resident // bytes_per_stage))
-    ahead = _AHEAD_BYTES if 2 * num_outputs * width <= _SMALL_BYTES else 0
-    return Tile(outputs, block, parts, 4, stages, ahead)
+    return Tile(outputs, block, parts, 4, stages, _AHEAD_BYTES if is_small else 0, slices)
 
 
 def padded_rows(num_rows: int) -> int:
@@ -157,7 +164,8 @@ def launch_options(tile: Tile, x_TI: Tensor, *, num_halves: int = 1) -> dict[str
         "BLOCK": tile.block,
         "CHUNKS": chunks,
         "CHUNK": per_row // chunks // 8 * 8 if width % 8 == 0 else 0,  # in steps of 16 bytes
-        "IS_DEPENDENT": is_dependent,
+        "SLICES": tile.slices,
+        "BEGINS": next_begins(is_small=False) if is_dependent else 0,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
         **({"launch_pdl": True} if is_dependent else {}),
@@ -230,14 +238,15 @@ def begin_run(
     IS_PAIR: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
+    BEGINS: tl.constexpr,
 ) -> None:
     """Wait for the launch ahead, where this one may begin before that has ended; the weight is asked for meanwhile.
 
     The weight is constant. All else may be an earlier launch's to write, or to read, until the wait is over. So the
-    launch behind may begin at once; it cannot get before what the pass began with, which lets nobody begin before its
-    own wait is over. What the end of a kernel needs is best read right behind the wait: it arrives while the product
-    runs.
+    launch behind may begin at any time; it cannot get before what the pass began with, which lets nobody begin before
+    its own wait is over. Begun at once, launches that wait pile up until they fill the multiprocessors; begun behind
+    the wait, one waits at a time. What the end of a kernel needs is best read right behind the wait: it arrives while
+    the product runs.
 
     Args:
         weight_ptr: [outputs, WIDTH].
@@ -248,16 +257,19 @@ def begin_run(
         IS_PAIR: whether there are two runs.
         CHUNKS: pieces of each weight row that are asked for.
         CHUNK: inputs of a piece.
-        IS_DEPENDENT: see above.
+        BEGINS: from `dispatch.next_begins`, 0 where launches follow each other.
     """
-    if IS_DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
+    if BEGINS > 0:
+        if BEGINS == 1:
+            tl.extra.cuda.gdc_launch_dependents()
         if CHUNK > 0:
             first = tl.minimum(tl.program_id(1) * PART, WIDTH - CHUNKS * CHUNK)
             _prefetch(weight_ptr + first, output, WIDTH, CHUNKS, CHUNK)
             if IS_PAIR:
                 _prefetch(weight_ptr + first, other_output, WIDTH, CHUNKS, CHUNK)
         tl.extra.cuda.gdc_wait()
+        if BEGINS == 2:
+            tl.extra.cuda.gdc_launch_dependents()
 
 
 @kernel
@@ -281,6 +293,52 @@ def norm_factor(squares: tl.tensor, eps: tl.tensor, WIDTH: tl.constexpr) -> tl.t
 
 
 @kernel
+def _sums_of_slices(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    output: tl.tensor,
+    other_output: tl.tensor,
+    num_rows: tl.tensor,
+    num_inputs: tl.tensor,
+    WIDTH: tl.constexpr,
+    PART: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_PAIR: tl.constexpr,
+    SLICES: tl.constexpr,
+) -> tl.tensor:
+    # Products of a batch of slices go to different warps, which add their sums up once, at the end, in order.
+    SLICE: tl.constexpr = BLOCK // SLICES
+    row = tl.arange(0, ROWS)
+    is_row = (row < num_rows)[None, :, None]
+    first = (tl.arange(0, SLICES) * SLICE)[:, None, None]
+    x_column = first + tl.arange(0, SLICE)[None, None, :]
+    column = first + tl.arange(0, SLICE)[None, :, None]
+    sums = tl.zeros([SLICES, ROWS, OUTPUTS], dtype=tl.float32)
+    other_sums = tl.zeros([SLICES, ROWS, OUTPUTS], dtype=tl.float32)
+    x_at = x_ptr + row.to(tl.int64)[None, :, None] * WIDTH + x_column
+    weight_at = weight_ptr + output[None, None, :] * WIDTH + column
+    other_at = weight_ptr + other_output[None, None, :] * WIDTH + column
+    for done in range(0, PART, BLOCK):
+        if IS_WHOLE:
+            x = tl.load(x_at + done, mask=is_row, other=0.0)
+            weight = tl.load(weight_at + done)
+        else:
+            x = tl.load(x_at + done, mask=is_row & (x_column < num_inputs - done), other=0.0)
+            weight = tl.load(weight_at + done, mask=column < num_inputs - done, other=0.0)
+        sums = tl.dot(x, weight, sums, input_precision="ieee")
+        if IS_PAIR:
+            if IS_WHOLE:
+                other_weight = tl.load(other_at + done)
+            else:
+                other_weight = tl.load(other_at + done, mask=column < num_inputs - done, other=0.0)
+            other_sums = tl.dot(x, other_weight, other_sums, input_precision="ieee")
+    return tl.sum(sums, axis=0), tl.sum(other_sums, axis=0)
+
+
+@kernel
 def product_of_run(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -296,6 +354,8 @@ def product_of_run(
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
     IS_PAIR: tl.constexpr,
+    SLICES: tl.constexpr,
+    BEGINS: tl.constexpr,
 ) -> tl.tensor:
     """Sums of two runs of outputs, in a grid of (runs, parts), after `begin_run`.
 
@@ -314,35 +374,58 @@ def product_of_run(
         OUTPUTS: see PARTS.
         BLOCK: see PARTS.
         IS_PAIR: whether there are two runs.
+        SLICES: of the tile.
+        BEGINS: as for `begin_run`.
     Returns:
         Both sums, [ROWS, OUTPUTS], the second zeros without a pair; and whether this is the program that has them.
         Others have a part of the sums, and write nothing.
     """
     run, part = tl.program_id(0), tl.program_id(1)
     first = part * PART
-    row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK)
-    is_row = (row < num_rows)[:, None]
-    sums = tl.zeros([ROWS, OUTPUTS], dtype=tl.float32)
-    other_sums = tl.zeros([ROWS, OUTPUTS], dtype=tl.float32)
-    x_at = x_ptr + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    weight_at = weight_ptr + output[None, :] * WIDTH + column[:, None]
-    other_at = weight_ptr + other_output[None, :] * WIDTH + column[:, None]
-    for done in range(0, PART, BLOCK):
-        start = first + done
-        if WIDTH == PART * PARTS:
-            x = tl.load(x_at + start, mask=is_row, other=0.0)
-            weight = tl.load(weight_at + start)
-        else:
-            is_input = start + column < WIDTH
-            x = tl.load(x_at + start, mask=is_row & is_input[None, :], other=0.0)
-            weight = tl.load(weight_at + start, mask=is_input[:, None], other=0.0)
-        sums = tl.dot(x, weight, sums, input_precision="ieee")
-        if IS_PAIR:
+    row = tl.arange(0, ROWS)
+    if SLICES > 1:
+        sums, other_sums = _sums_of_slices(
+            x_ptr + first,
+            weight_ptr + first,
+            output,
+            other_output,
+            num_rows,
+            WIDTH - first,
+            WIDTH,
+            PART,
+            WIDTH == PART * PARTS,
+            ROWS,
+            OUTPUTS,
+            BLOCK,
+            IS_PAIR,
+            SLICES,
+        )
+    else:
+        column = tl.arange(0, BLOCK)
+        is_row = (row < num_rows)[:, None]
+        sums = tl.zeros([ROWS, OUTPUTS], dtype=tl.float32)
+        other_sums = tl.zeros([ROWS, OUTPUTS], dtype=tl.float32)
+        x_at = x_ptr + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+        weight_at = weight_ptr + output[None, :] * WIDTH + column[:, None]
+        other_at = weight_ptr + other_output[None, :] * WIDTH + column[:, None]
+        for done in range(0, PART, BLOCK):
+            start = first + done
             if WIDTH == PART * PARTS:
-                other_weight = tl.load(other_at + start)
+                x = tl.load(x_at + start, mask=is_row, other=0.0)
+                weight = tl.load(weight_at + start)
             else:
-                other_weight = tl.load(other_at + start, mask=(start + column < WIDTH)[:, None], other=0.0)
-            other_sums = tl.dot(x, other_weight, other_sums, input_precision="ieee")
+                is_input = start + column < WIDTH
+                x = tl.load(x_at + start, mask=is_row & is_input[None, :], other=0.0)
+                weight = tl.load(weight_at + start, mask=is_input[:, None], other=0.0)
+            sums = tl.dot(x, weight, sums, input_precision="ieee")
+            if IS_PAIR:
+                if WIDTH == PART * PARTS:
+                    other_weight = tl.load(other_at + start)
+                else:
+                    other_weight = tl.load(other_at + start, mask=(start + column < WIDTH)[:, None], other=0.0)
+                other_sums = tl.dot(x, other_weight, other_sums, input_precision="ieee")
+    if BEGINS == 3:
+        tl.extra.cuda.gdc_launch_dependents()
     is_last = True
     if PARTS > 1:
         SIZE: tl.constexpr = ROWS * OUTPUTS

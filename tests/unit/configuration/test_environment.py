@@ -26,7 +26,7 @@ def test_all_variables() -> None:
             "PACELINE_DEPENDENT_LAUNCH": "on",
             "NO_COLOR": "1",
         }
-    ) == Environment("debug", "attn_res", True, 2, True, True)
+    ) == Environment("debug", "attn_res", True, 2, "on", True)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,11 @@ def test_wrong_values_and_unknown_names_are_refused(name: str, value: str) -> No
 @pytest.mark.parametrize(("value", "expected"), [("on", True), ("1", True), ("off", False), ("0", False)])
 def test_debug_is_on_or_off(value: str, expected: bool) -> None:
     assert read_environment({"PACELINE_DEBUG": value}).debug is expected
+
+
+@pytest.mark.parametrize(("value", "expected"), [("1", "on"), ("0", "off"), ("", "off"), ("After-Wait", "after-wait")])
+def test_dependent_launch_is_on_or_off_or_a_rule(value: str, expected: str) -> None:
+    assert read_environment({"PACELINE_DEPENDENT_LAUNCH": value}).dependent_launch == expected
 
 
 def test_secrets_are_not_shown() -> None:

@@ -8,13 +8,16 @@ from torch import Tensor
 from paceline.ops.skinny_product import Tile
 
 DTYPES = [torch.float32, torch.bfloat16]
-# Rows and cuts: one part and several, parts without inputs, blocks that do and do not divide the width.
+# Rows and cuts: one part and several, parts without inputs, blocks that do and do not divide the width, slices.
 CUTS = [
     (1, Tile(32, 16)),
     (3, Tile(32, 32, 2)),
     (16, Tile(32, 16, 5)),
     (17, Tile(32, 16, 8)),
     (64, Tile(64, 32, 3)),
+    (1, Tile(32, 64, slices=4)),
+    (3, Tile(32, 16, 2, slices=2)),
+    (16, Tile(32, 64, 3, slices=4)),
 ]
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.configuration.environment import LAUNCHES
 from paceline.ops import dispatch
 
 
@@ -81,16 +82,27 @@ def test_kernels_run_into_each_other_only_where_allowed_and_possible(
     expected: bool,
 ) -> None:
     assert not dispatch.dependent_launch(), "not unless somebody asks"
-    monkeypatch.setattr(dispatch, "_is_dependent_launch_allowed", False)  # and put back behind this test
+    monkeypatch.setattr(dispatch, "_dependent_launch_rule", None)  # and put back behind this test
     monkeypatch.setattr(dispatch, "HAS_TRITON", True)
     knobs = SimpleNamespace(knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=is_interpreting)))
     monkeypatch.setattr(dispatch, "triton", knobs)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     dispatch._can_launch_early.cache_clear()
-    dispatch.allow_dependent_launch(is_allowed)
+    dispatch.allow_dependent_launch("on" if is_allowed else "off")
     assert dispatch.dependent_launch() is expected
     dispatch._can_launch_early.cache_clear()
+
+
+def test_a_rule_says_when_the_next_launch_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_dependent_launch_rule", None)
+    expected = {"at-once": (1, 1), "after-wait": (2, 2), "mixed": (1, 2), "late": (3, 3)}
+    assert set(expected) == set(dispatch.DEPENDENT_LAUNCH_RULES) == {*LAUNCHES} - {"on", "off"}
+    for rule, (small, large) in expected.items():
+        dispatch.allow_dependent_launch(rule)
+        assert (dispatch.next_begins(is_small=True), dispatch.next_begins(is_small=False)) == (small, large)
+    with pytest.raises(AssertionError):
+        dispatch.allow_dependent_launch("early")
 
 
 WITHOUT_TRITON = """
@@ -294,7 +306,7 @@ for queries, is_shared, has_tail in ((16, True, False), (64, True, True), (128, 
         | named("scale", "fp32"),
         {"KV_HEADS": 3, "GROUP": 3, "HEAD": 64, "CHANNELS": 64, "PAGE": 64, "QUERIES": queries, "KEYS": 128,
          "IS_SHARED": is_shared, "JOIN_STAGES": 4, "FETCHED": 2, "HAS_TAIL": has_tail, "IS_CAUSAL": False,
-         "HAS_FIRSTS": has_tail, "HAS_SINK": has_tail, "USE_PDL": not has_tail},
+         "HAS_FIRSTS": has_tail, "HAS_SINK": has_tail, "BEGINS": 0 if has_tail else 2},
     )
 print("compiled")
 """

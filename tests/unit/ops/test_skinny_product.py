@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -50,12 +52,23 @@ def test_small_weights_alone_are_asked_for_early() -> None:
         assert (choose_tile(1, num_outputs, width).ahead > 0) is (width < 4096)
 
 
+def test_few_rows_go_through_small_weights_in_slices() -> None:
+    for num_outputs, width in SHAPES:
+        for num_rows, least in itertools.product((1, 16, 17, 64), (16, 32)):
+            tile = choose_tile(num_rows, num_outputs, width, least_outputs=least)
+            assert (tile.slices > 1) is (num_rows <= 16 and width < 4096), (num_outputs, width, num_rows)
+            assert tile.block // tile.slices >= 16, "what one step of the matrix units takes"
+    assert choose_tile(1, 960, 576, least_outputs=64).slices == 1, "warps have outputs of their own"
+    assert choose_tile(1, 576, 576) == choose_tile(16, 576, 576), "a row's sums do not depend on how many there are"
+
+
 def test_launches_of_few_rows_begin_early_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     for is_allowed in (True, False):
         monkeypatch.setattr(skinny_product, "dependent_launch", lambda is_allowed=is_allowed: is_allowed)
         for num_rows in (16, 17):
             options = launch_options(Tile(32, 64), torch.empty(num_rows, 64))
-            assert options["IS_DEPENDENT"] is options.get("launch_pdl", False) is (is_allowed and num_rows == 16)
+            is_early = is_allowed and num_rows == 16
+            assert (options["BEGINS"] > 0) is options.get("launch_pdl", False) is is_early
 
 
 def test_a_workspace_holds_the_sums_of_every_part() -> None:
