@@ -43,6 +43,30 @@ CHAIN_CUTS: dict[str, dict[str, Tile | None]] = {
         "gated": Tile(32, 128, 1, 4, 5, _AHEAD, 4),
         "down": Tile(16, 256, 1, 4, 6, _AHEAD, 4),
     },
+    "held": {
+        "heads": Tile(32, 128, 1, 8, 2, 0, 8, True),
+        "o": Tile(16, 128, 1, 8, 2, 0, 8, True),
+        "gated": Tile(32, 128, 1, 8, 2, 0, 8, True),
+        "down": Tile(16, 256, 1, 8, 2, 0, 8, True),
+    },
+    "held in two": {
+        "heads": Tile(32, 64, 1, 8, 2, 0, 8, True),
+        "o": Tile(16, 64, 1, 8, 2, 0, 8, True),
+        "gated": Tile(32, 64, 1, 8, 2, 0, 8, True),
+        "down": Tile(16, 128, 1, 8, 2, 0, 8, True),
+    },
+    "held, 8 outputs": {
+        "heads": Tile(16, 128, 1, 8, 2, 0, 8, True),
+        "o": Tile(8, 128, 1, 8, 2, 0, 8, True),
+        "gated": Tile(32, 128, 1, 8, 2, 0, 8, True),
+        "down": Tile(8, 256, 1, 8, 2, 0, 8, True),
+    },
+    "held, o and heads": {
+        "heads": Tile(32, 128, 1, 8, 2, 0, 8, True),
+        "o": Tile(16, 128, 1, 8, 2, 0, 8, True),
+        "gated": Tile(32, 128, 1, 4, 5, _AHEAD, 4),
+        "down": Tile(16, 256, 1, 4, 6, _AHEAD, 4),
+    },
     "sliced, much shared": {  # all programs have more than 48 KB, as those of attention do
         "heads": Tile(32, 128, 1, 4, 6, _AHEAD, 4),
         "o": Tile(16, 128, 1, 4, 8, _AHEAD, 4),

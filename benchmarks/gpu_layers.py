@@ -290,7 +290,9 @@ def _compile_all(bench: Bench, jobs: Sequence[_Job], processes: int) -> None:
         return
     began_s = time.monotonic()
     split = [
-        (*job[:3], job[3][first::processes], job[4]) for job in jobs for first in range(min(processes, len(job[3])))
+        (*job[:3], job[3][first::processes], None if first else job[4])
+        for job in jobs
+        for first in range(min(processes, len(job[3])))
     ]
     # Spawned: a process that was forked cannot use CUDA.
     context = multiprocessing.get_context("spawn")

@@ -64,6 +64,8 @@ def _linear_gated_kernel(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    REST: tl.constexpr,
+    IS_HELD: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
     SLICES: tl.constexpr,
@@ -71,7 +73,21 @@ def _linear_gated_kernel(
 ) -> None:
     output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
     existing = tl.minimum(output, NUM_OUTPUTS - 1)
-    begin_run(weight_ptr, existing, existing + NUM_OUTPUTS, WIDTH, PART, True, CHUNKS, CHUNK, BEGINS)
+    held = begin_run(
+        weight_ptr,
+        existing,
+        existing + NUM_OUTPUTS,
+        WIDTH,
+        PART,
+        BLOCK,
+        REST,
+        SLICES,
+        IS_HELD,
+        True,
+        CHUNKS,
+        CHUNK,
+        BEGINS,
+    )
     is_output = output < NUM_OUTPUTS
     gate_bias = tl.load(bias_ptr + output, mask=is_output & HAS_BIAS, other=0.0)
     up_bias = tl.load(bias_ptr + NUM_OUTPUTS + output, mask=is_output & HAS_BIAS, other=0.0)
@@ -83,6 +99,7 @@ def _linear_gated_kernel(
         counter_ptr,
         existing,
         existing + NUM_OUTPUTS,
+        held,
         num_rows,
         WIDTH,
         PART,
@@ -90,8 +107,10 @@ def _linear_gated_kernel(
         ROWS,
         OUTPUTS,
         BLOCK,
+        REST,
         True,
         SLICES,
+        IS_HELD,
         BEGINS,
     )
     if HAS_SQUARES:

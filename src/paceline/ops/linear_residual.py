@@ -79,6 +79,8 @@ def _linear_residual_kernel(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    REST: tl.constexpr,
+    IS_HELD: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
     SLICES: tl.constexpr,
@@ -87,7 +89,21 @@ def _linear_residual_kernel(
     output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
     existing = tl.minimum(output, NUM_OUTPUTS - 1)
     is_output = output < NUM_OUTPUTS
-    begin_run(weight_ptr, existing, existing, WIDTH, PART, False, CHUNKS, CHUNK, BEGINS)
+    held = begin_run(
+        weight_ptr,
+        existing,
+        existing,
+        WIDTH,
+        PART,
+        BLOCK,
+        REST,
+        SLICES,
+        IS_HELD,
+        False,
+        CHUNKS,
+        CHUNK,
+        BEGINS,
+    )
     row = tl.arange(0, ROWS)
     is_cell = (row < num_rows)[:, None] & is_output[None, :]
     cell = row.to(tl.int64)[:, None] * NUM_OUTPUTS + output[None, :]
@@ -102,6 +118,7 @@ def _linear_residual_kernel(
         counter_ptr,
         existing,
         existing,
+        held,
         num_rows,
         WIDTH,
         PART,
@@ -109,8 +126,10 @@ def _linear_residual_kernel(
         ROWS,
         OUTPUTS,
         BLOCK,
+        REST,
         False,
         SLICES,
+        IS_HELD,
         BEGINS,
     )
     if HAS_SQUARES:

@@ -141,6 +141,8 @@ def _project_heads_kernel(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    REST: tl.constexpr,
+    IS_HELD: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
     SLICES: tl.constexpr,
@@ -163,7 +165,21 @@ def _project_heads_kernel(
         other_channel = tl.where(is_turned, 2 * pair + 1, pair + PAIRS)
     output = (head * HEAD_SIZE + channel).to(tl.int64)
     other_output = (head * HEAD_SIZE + other_channel).to(tl.int64)
-    begin_run(weight_ptr, output, other_output, WIDTH, PART, True, CHUNKS, CHUNK, BEGINS)
+    held = begin_run(
+        weight_ptr,
+        output,
+        other_output,
+        WIDTH,
+        PART,
+        BLOCK,
+        REST,
+        SLICES,
+        IS_HELD,
+        True,
+        CHUNKS,
+        CHUNK,
+        BEGINS,
+    )
     row = tl.arange(0, ROWS)
     is_row = row < num_rows
     dtype = q_ptr.dtype.element_ty
@@ -186,6 +202,7 @@ def _project_heads_kernel(
         counter_ptr,
         output,
         other_output,
+        held,
         num_rows,
         WIDTH,
         PART,
@@ -193,8 +210,10 @@ def _project_heads_kernel(
         ROWS,
         OUTPUTS,
         BLOCK,
+        REST,
         True,
         SLICES,
+        IS_HELD,
         BEGINS,
     )
     is_cell = is_row[:, None] & is_pair[None, :] & is_last

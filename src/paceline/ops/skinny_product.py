@@ -54,6 +54,7 @@ class Tile(NamedTuple):
     stages: int = 4
     ahead: int = 0
     slices: int = 1
+    is_held: bool = False
 
 
 class ScaledRows(NamedTuple):
@@ -152,6 +153,11 @@ def launch_options(tile: Tile, x_TI: Tensor, *, num_halves: int = 1) -> dict[str
     num_rows, width = x_TI.shape
     outputs = tile.outputs // num_halves
     part = triton.cdiv(triton.cdiv(width, tile.block), tile.parts) * tile.block
+    block, rest = tile.block, 0
+    if tile.is_held:
+        assert tile.parts == 1 and tile.slices > 1, "a held weight is divided among warps alone"
+        part = triton.cdiv(width, 8 * tile.slices) * 8  # of a slice, whole steps of 16 bytes
+        rest = 0 if block >= part else max(16, int(triton.next_power_of_2(part - block)))
     chunks = max(1, 32 * tile.warps // outputs)  # so that each thread asks for another piece
     per_row = min(part, width, tile.ahead // (x_TI.element_size() * tile.outputs))
     is_dependent = num_rows <= _DEPENDENT_ROWS and dependent_launch()
@@ -161,9 +167,11 @@ def launch_options(tile: Tile, x_TI: Tensor, *, num_halves: int = 1) -> dict[str
         "PARTS": tile.parts,
         "ROWS": padded_rows(num_rows),
         "OUTPUTS": outputs,
-        "BLOCK": tile.block,
+        "BLOCK": block,
+        "REST": rest,
+        "IS_HELD": tile.is_held,
         "CHUNKS": chunks,
-        "CHUNK": per_row // chunks // 8 * 8 if width % 8 == 0 else 0,  # in steps of 16 bytes
+        "CHUNK": per_row // chunks // 8 * 8 if width % 8 == 0 and not tile.is_held else 0,  # in steps of 16 bytes
         "SLICES": tile.slices,
         "BEGINS": next_begins(is_small=False) if is_dependent else 0,
         "num_warps": tile.warps,
@@ -229,17 +237,38 @@ def _prefetch(
 
 
 @kernel
+def _hold(
+    weight_ptr: tl.tensor,
+    output: tl.tensor,
+    WIDTH: tl.constexpr,
+    PART: tl.constexpr,
+    FIRST: tl.constexpr,
+    SIZE: tl.constexpr,
+    SLICES: tl.constexpr,
+) -> tl.tensor:
+    # [SLICES, SIZE, OUTPUTS], of each slice the inputs from FIRST on. They go to shared memory as they come.
+    within = FIRST + tl.arange(0, SIZE)[None, :, None]
+    start = (tl.arange(0, SLICES) * PART)[:, None, None]
+    is_input = (within < PART) & (start + within < WIDTH)
+    return tl.load(weight_ptr + output[None, None, :] * WIDTH + start + within, mask=is_input, other=0.0)
+
+
+@kernel
 def begin_run(
     weight_ptr: tl.tensor,
     output: tl.tensor,
     other_output: tl.tensor,
     WIDTH: tl.constexpr,
     PART: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REST: tl.constexpr,
+    SLICES: tl.constexpr,
+    IS_HELD: tl.constexpr,
     IS_PAIR: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
     BEGINS: tl.constexpr,
-) -> None:
+) -> tl.tensor:
     """Wait for the launch ahead, where this one may begin before that has ended; the weight is asked for meanwhile.
 
     The weight is constant. All else may be an earlier launch's to write, or to read, until the wait is over. So the
@@ -253,15 +282,30 @@ def begin_run(
         output: int64 [OUTPUTS], rows of the weight.
         other_output: as many more, for a pair.
         WIDTH: I.
-        PART: inputs per part.
+        PART: inputs per part, or per slice where the weight is held.
+        BLOCK: inputs of a slice that are held in one piece, as REST are in another.
+        REST: see BLOCK.
+        SLICES: of the tile.
+        IS_HELD: whether the whole weight of a program is read here.
         IS_PAIR: whether there are two runs.
         CHUNKS: pieces of each weight row that are asked for.
         CHUNK: inputs of a piece.
         BEGINS: from `dispatch.next_begins`, 0 where launches follow each other.
+    Returns:
+        What is held, for `product_of_run`: both pieces of a run, and of the other.
     """
+    if BEGINS == 1:
+        tl.extra.cuda.gdc_launch_dependents()
+    held, held_rest, other_held, other_rest = 0, 0, 0, 0
+    if IS_HELD:
+        held = _hold(weight_ptr, output, WIDTH, PART, 0, BLOCK, SLICES)
+        if REST > 0:
+            held_rest = _hold(weight_ptr, output, WIDTH, PART, BLOCK, REST, SLICES)
+        if IS_PAIR:
+            other_held = _hold(weight_ptr, other_output, WIDTH, PART, 0, BLOCK, SLICES)
+            if REST > 0:
+                other_rest = _hold(weight_ptr, other_output, WIDTH, PART, BLOCK, REST, SLICES)
     if BEGINS > 0:
-        if BEGINS == 1:
-            tl.extra.cuda.gdc_launch_dependents()
         if CHUNK > 0:
             first = tl.minimum(tl.program_id(1) * PART, WIDTH - CHUNKS * CHUNK)
             _prefetch(weight_ptr + first, output, WIDTH, CHUNKS, CHUNK)
@@ -270,6 +314,7 @@ def begin_run(
         tl.extra.cuda.gdc_wait()
         if BEGINS == 2:
             tl.extra.cuda.gdc_launch_dependents()
+    return held, held_rest, other_held, other_rest
 
 
 @kernel
@@ -339,6 +384,25 @@ def _sums_of_slices(
 
 
 @kernel
+def _rows_of_slices(
+    x_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    WIDTH: tl.constexpr,
+    PART: tl.constexpr,
+    ROWS: tl.constexpr,
+    FIRST: tl.constexpr,
+    SIZE: tl.constexpr,
+    SLICES: tl.constexpr,
+) -> tl.tensor:
+    # [SLICES, ROWS, SIZE], what `_hold` is multiplied with.
+    row = tl.arange(0, ROWS)[None, :, None]
+    within = FIRST + tl.arange(0, SIZE)[None, None, :]
+    start = (tl.arange(0, SLICES) * PART)[:, None, None]
+    is_input = (within < PART) & (start + within < WIDTH)
+    return tl.load(x_ptr + row.to(tl.int64) * WIDTH + start + within, mask=is_input & (row < num_rows), other=0.0)
+
+
+@kernel
 def product_of_run(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -346,6 +410,7 @@ def product_of_run(
     counter_ptr: tl.tensor,
     output: tl.tensor,
     other_output: tl.tensor,
+    held: tl.tensor,
     num_rows: tl.tensor,
     WIDTH: tl.constexpr,
     PART: tl.constexpr,
@@ -353,8 +418,10 @@ def product_of_run(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    REST: tl.constexpr,
     IS_PAIR: tl.constexpr,
     SLICES: tl.constexpr,
+    IS_HELD: tl.constexpr,
     BEGINS: tl.constexpr,
 ) -> tl.tensor:
     """Sums of two runs of outputs, in a grid of (runs, parts), after `begin_run`.
@@ -366,6 +433,7 @@ def product_of_run(
         counter_ptr: from `new_counters`.
         output: int64 [OUTPUTS], rows of the weight, all of which exist.
         other_output: as many more, read for a pair.
+        held: from `begin_run`.
         num_rows: at most ROWS.
         WIDTH: I.
         PART: inputs per part, whole blocks; those of the last parts may lie past the end.
@@ -373,8 +441,10 @@ def product_of_run(
         ROWS: of the tile that holds them, at least 16.
         OUTPUTS: see PARTS.
         BLOCK: see PARTS.
+        REST: as for `begin_run`.
         IS_PAIR: whether there are two runs.
         SLICES: of the tile.
+        IS_HELD: as for `begin_run`.
         BEGINS: as for `begin_run`.
     Returns:
         Both sums, [ROWS, OUTPUTS], the second zeros without a pair; and whether this is the program that has them.
@@ -383,7 +453,23 @@ def product_of_run(
     run, part = tl.program_id(0), tl.program_id(1)
     first = part * PART
     row = tl.arange(0, ROWS)
-    if SLICES > 1:
+    if IS_HELD:
+        x = _rows_of_slices(x_ptr, num_rows, WIDTH, PART, ROWS, 0, BLOCK, SLICES)
+        x_rest = x
+        if REST > 0:
+            x_rest = _rows_of_slices(x_ptr, num_rows, WIDTH, PART, ROWS, BLOCK, REST, SLICES)
+        batch = tl.dot(x, held[0], input_precision="ieee")
+        if REST > 0:
+            batch = tl.dot(x_rest, held[1], batch, input_precision="ieee")
+        other_batch = batch
+        if IS_PAIR:
+            other_batch = tl.dot(x, held[2], input_precision="ieee")
+            if REST > 0:
+                other_batch = tl.dot(x_rest, held[3], other_batch, input_precision="ieee")
+        sums, other_sums = tl.sum(batch, axis=0), tl.zeros([ROWS, OUTPUTS], dtype=tl.float32)
+        if IS_PAIR:
+            other_sums = tl.sum(other_batch, axis=0)
+    elif SLICES > 1:
         sums, other_sums = _sums_of_slices(
             x_ptr + first,
             weight_ptr + first,

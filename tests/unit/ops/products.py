@@ -8,7 +8,8 @@ from torch import Tensor
 from paceline.ops.skinny_product import Tile
 
 DTYPES = [torch.float32, torch.bfloat16]
-# Rows and cuts: one part and several, parts without inputs, blocks that do and do not divide the width, slices.
+# Rows and cuts: one part and several, parts without inputs, blocks that do and do not divide the width, slices,
+# held weights in one piece and in two.
 CUTS = [
     (1, Tile(32, 16)),
     (3, Tile(32, 32, 2)),
@@ -18,6 +19,8 @@ CUTS = [
     (1, Tile(32, 64, slices=4)),
     (3, Tile(32, 16, 2, slices=2)),
     (16, Tile(32, 64, 3, slices=4)),
+    (1, Tile(32, 64, slices=2, is_held=True)),
+    (3, Tile(32, 16, slices=4, is_held=True)),
 ]
 
 
