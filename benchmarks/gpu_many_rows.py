@@ -117,9 +117,9 @@ def _measured(
             raise TimeoutError(f"no time was left for {name}")
         error, allowed = error_of(), _ALLOWED_OF_CHAIN if operation == "chain" else _ALLOWED
         us = bench.clock.time(calls).us
-        allow_dependent_launch(True)
+        allow_dependent_launch("on")
         early_us = bench.clock.time(calls).us
-        allow_dependent_launch(False)
+        allow_dependent_launch("off")
         yield {
             "operation": name,
             "batch": batch,

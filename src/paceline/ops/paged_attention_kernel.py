@@ -334,7 +334,7 @@ def paged_attention_triton(
             IS_CAUSAL=is_causal,
             HAS_FIRSTS=firsts_B is not None,
             HAS_SINK=sink_N is not None,
-            BEGINS=next_begins(is_small=True) if is_early else 0,
+            BEGINS=next_begins(is_small=is_alone) if is_early else 0,
             num_warps=launch.warps,
             num_stages=launch.stages,
             launch_pdl=is_early,
