@@ -10,10 +10,14 @@ import time
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from paceline.models.layers import GatedMLP, Linear
+from paceline.ops.native.rows import BFLOATS, NativeWeight
 
 if TYPE_CHECKING:
     from paceline.models.loading import LoadedDrafter, LoadedTarget
+    from paceline.models.targets.target import Target
 
 _NUM_READS = 10
 
@@ -32,7 +36,7 @@ def read_bandwidth(num_bytes: int = 2**30) -> float:
 def plain_step_bytes(target: LoadedTarget, context_length: float) -> float:
     """Bytes that one step of plain decoding reads."""
     model, contract = target.model, target.contract
-    weights = _num_bytes(*model.parameters())
+    weights = _num_bytes(*model.parameters()) - _saved_by_codes(model)
     if not contract.tie_word_embeddings:
         weights -= _num_bytes(model.embed_tokens.weight)  # a few rows of it
     size = model.norm.weight.element_size()
@@ -47,7 +51,27 @@ def speculative_step_bytes(
     size = weights[0].element_size()
     keys_and_values = context_length * 2 * contract.num_layers * contract.num_kv_heads * contract.head_size * size
     head = _num_bytes(target.model.lm_head.weight[:num_listed_ids])
+    codes = codes_of(target.model.lm_head)
+    if codes is not None:
+        head = codes.panels.numel() * (num_listed_ids or codes.num_outputs) // codes.num_outputs
     return plain_step_bytes(target, context_length) + _num_bytes(*weights) + head + keys_and_values
+
+
+def _saved_by_codes(model: nn.Module | Target) -> int:
+    """Bytes that products with codes read less than the same weights have in their dtype."""
+    saved = 0
+    for part in model.modules():
+        codes = codes_of(part)
+        if codes is not None:
+            weight = part.gate_up_proj.weight if isinstance(part, GatedMLP) else part.weight
+            saved += _num_bytes(weight) - codes.panels.numel()
+    return saved
+
+
+def codes_of(part: nn.Module) -> NativeWeight | None:
+    """The codes that a part's product reads in place of its weight; None where it reads the weight."""
+    form = part.native if isinstance(part, Linear) else part.native_gate_up if isinstance(part, GatedMLP) else None
+    return form if form is not None and form.form != BFLOATS else None
 
 
 def _num_bytes(*tensors: Tensor) -> int:

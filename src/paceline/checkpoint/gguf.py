@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.contract import RopeSettings, TargetContract
+from paceline.checkpoint.gguf_codes import BlockCodes, has_codes, read_codes
 from paceline.checkpoint.gguf_header import GgufHeader, GgufTensor, read_gguf_header
 from paceline.checkpoint.weights import TensorSource
 from paceline.errors import CheckpointError, MissingExtraError
@@ -137,12 +138,25 @@ class _GgufSource:
             rows = raw.reshape(-1, num_bytes // max(1, math.prod(place.shape[:-1])))
             values = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind])
             tensor = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32).reshape(place.shape))
+        return self._in_split_halves(name, tensor)
+
+    def code_kind(self, name: str) -> str | None:
+        place, kind, _num_bytes = self._find(name)
+        return kind if has_codes(kind) and len(place.shape) == 2 else None
+
+    def codes(self, name: str) -> BlockCodes:
+        place, kind, num_bytes = self._find(name)
+        raw = torch.from_numpy(np.array(self._data[place.offset : place.offset + num_bytes]))
+        num_blocks = place.shape[1] // _gguf().GGML_QUANT_SIZES[_gguf().GGMLQuantizationType[kind]][0]
+        return read_codes(self._in_split_halves(name, raw.view(place.shape[0], num_blocks, -1)), kind)
+
+    def _in_split_halves(self, name: str, rows: Tensor) -> Tensor:
         if self._architecture == "llama" and ".self_attn." in name:
             if ".q_proj." in name:
-                return split_halves(tensor, self._num_heads)
+                return split_halves(rows, self._num_heads)
             if ".k_proj." in name:
-                return split_halves(tensor, self._num_kv_heads)
-        return tensor
+                return split_halves(rows, self._num_kv_heads)
+        return rows
 
     def _find(self, name: str) -> tuple[GgufTensor, str, int]:
         if name not in self._tensors:

@@ -32,7 +32,7 @@ from paceline.engine.slots import SlotState
 from paceline.engine.target_cache import TargetCache, make_target_cache
 from paceline.errors import EngineFaultError
 from paceline.models.drafters.short_list import ShortList
-from paceline.models.layers import GatedMLP, Linear
+from paceline.models.layers import NATIVE_MODES, GatedMLP, Linear
 from paceline.models.loading import LoadedDrafter, LoadedTarget
 from paceline.models.targets.target import Target
 from paceline.ops.dispatch import allow_dependent_launch, implementations
@@ -160,7 +160,7 @@ def make_parts(
     choice = AttentionChoice.for_device(
         weight.device,
         is_row_invariant=mode == "row_invariant",
-        is_native=mode == "native",
+        is_native=mode in NATIVE_MODES,
         is_paged=mode == "fused",
         prompt_kernel=prompt_kernel(target, settings),
     )

@@ -15,16 +15,20 @@ from torch import Tensor, nn
 from paceline.models.flat_layer import FlatLayer, flatten, run_flat
 from paceline.models.fused_layer import FusedLayer, fuse, run_fused
 from paceline.models.native_layer import NativeLayer, native_layer, run_native
+from paceline.models.stored_codes import StoredCodes
 from paceline.ops.add_norm import add_norm
 from paceline.ops.dispatch import needs_gradient
 from paceline.ops.linear import FILLED_ROWS, can_pack, linear_packed, linear_row_invariant, pack_weight
+from paceline.ops.native import quantized
 from paceline.ops.native import rows as native_rows
 from paceline.ops.native.rows import NativeWeight
 from paceline.ops.paged_attention import PagedAttend
 from paceline.ops.rms_norm import MirroredGain, mirror_gain, rms_norm, rms_norm_mirrored
 from paceline.ops.rotary import turn_heads
 
-LinearMode = Literal["plain", "packed", "native", "row_invariant", "fused"]
+LinearMode = Literal["plain", "packed", "native", "quantized", "row_invariant", "fused"]
+# "quantized" is "native" with weights in the codes of their file, wherever they have them.
+NATIVE_MODES: tuple[LinearMode, ...] = ("native", "quantized")
 RotaryRows = tuple[Tensor, Tensor]  # from `ops.rotary.expand_rotary`, for the tokens of one forward pass
 FusedRows = Tensor  # float32 [B * T, 2, R / 2], rows of a position table, for fused layers
 
@@ -72,6 +76,7 @@ class Linear(Block):
         self.mode: LinearMode = "plain"
         self._packed: Tensor | None = None
         self._native: NativeWeight | None = None
+        self._stored: StoredCodes | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in_size] to [..., out_size]."""
@@ -108,8 +113,32 @@ class Linear(Block):
         self.mode = mode
         takes_packed = mode in ("packed", "row_invariant") and can_pack(self.weight)
         self._packed = pack_weight(self.weight) if takes_packed else None
-        takes_native = mode == "native" and native_rows.can_pack(self.weight)
-        self._native = native_rows.pack(self.weight, self.bias) if takes_native else None
+        self._native = self.native_form() if mode in NATIVE_MODES else None
+
+    def keep_codes(self, stored: StoredCodes) -> None:
+        """Say how the weight is stored, for the mode "quantized"."""
+        self._stored = stored
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether the weight is what codes of its file say."""
+        return self._stored is not None and self._stored.stand_for(self.weight)
+
+    def native_form(self, *, is_gated: bool = False) -> NativeWeight | None:
+        """The weight for the native product of the mode at hand; None where it has none.
+
+        Args:
+            is_gated: see `NativeWeight`.
+        """
+        if not native_rows.can_pack(self.weight):
+            return None
+        if self.mode == "quantized" and self._stored is not None and self.has_codes and quantized.can_run_quantized():
+            codes = self._stored.read()
+            if quantized.can_pack_codes(codes.scales_OC, codes.minima_OC, codes.codes_OI):
+                return quantized.pack_codes(
+                    codes.scales_OC, codes.minima_OC, codes.codes_OI, self.bias, is_gated=is_gated
+                )
+        return native_rows.pack(self.weight, self.bias, is_gated=is_gated)
 
     def drop_native(self) -> None:
         """Go without a native copy: whoever owns this keeps the weight in another order."""
@@ -124,6 +153,8 @@ class Linear(Block):
         assert self.bias is None, "output heads and tables have none"
         part = Linear(self.weight.shape[1], 0)
         part.weight = nn.Parameter(self.weight.detach()[ids.to(self.weight.device)], requires_grad=False)
+        if self._stored is not None and self.has_codes:
+            part.keep_codes(self._stored.of_rows(ids.cpu(), part.weight))
         part.set_mode(self.mode)
         return part
 
@@ -205,7 +236,7 @@ class RMSNorm(Block):
 
     def set_mode(self, mode: LinearMode) -> None:
         """Prepare for the arithmetic of the products around."""
-        self._is_native = mode == "native" and native_rows.can_run(self.weight)
+        self._is_native = mode in NATIVE_MODES and native_rows.can_run(self.weight)
         self._is_fused = mode == "fused"
         is_prepared = mode in ("packed", "row_invariant") and self.weight.device.type == "cpu"
         self._mirrored = mirror_gain(self.weight, 2) if is_prepared else None
@@ -311,9 +342,9 @@ class GatedMLP(Block):
         """Switch the arithmetic of what lies between the products; they have theirs already."""
         gate_up = self.gate_up_proj
         self._native_gate_up = None
-        if mode == "native" and gate_up.native is not None:
+        if mode in NATIVE_MODES and gate_up.native is not None:
             gate_up.drop_native()
-            self._native_gate_up = native_rows.pack(gate_up.weight, gate_up.bias, is_gated=True)
+            self._native_gate_up = gate_up.native_form(is_gated=True)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Map [B, T, D] to [B, T, D]."""
@@ -370,7 +401,7 @@ class DecoderLayer(nn.Module):
         parts = self.input_layernorm, self.self_attn, self.post_attention_layernorm, self.mlp
         is_plain = type(self.self_attn.o_proj) is Linear and type(self.mlp.down_proj) is Linear
         self._flat = flatten(*parts) if mode == "packed" and is_plain else None
-        self._native = native_layer(*parts) if mode == "native" and is_plain else None
+        self._native = native_layer(*parts) if mode in NATIVE_MODES and is_plain else None
         self._fused = fuse(*parts) if mode == "fused" and is_plain else None
 
     @property

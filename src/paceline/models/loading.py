@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline import __version__
 from paceline.checkpoint.calibration import Calibration, read_calibration
@@ -37,7 +37,7 @@ from paceline.models.capabilities import require_taps
 from paceline.models.drafters.table import Drafter
 from paceline.models.fingerprint import check_fingerprint as replay
 from paceline.models.fingerprint import is_old
-from paceline.models.layers import LinearMode, set_linear_mode
+from paceline.models.layers import Linear, LinearMode, set_linear_mode
 from paceline.models.target_weights import fill_target
 from paceline.models.targets.target import Target
 from paceline.models.weight_copy import copy_weight
@@ -45,6 +45,7 @@ from paceline.ops.dispatch import HAS_TRITON
 from paceline.ops.linear import can_pack
 from paceline.ops.native.attention import LARGEST_HEAD
 from paceline.ops.native.build import has_amx
+from paceline.ops.native.quantized import can_run_quantized
 from paceline.ops.native.rows import can_run as can_run_native
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -112,7 +113,7 @@ def load_target(
         dtype: "auto", "bfloat16", "float16" or "float32".
         device: "auto", "cpu", "cuda" or "cuda:N".
         linear_mode: "auto" takes fused layers of bf16 on a GPU, native products of bf16 on CPUs that have the
-            instructions, and else packs the weights.
+            instructions, with the codes of a quantised file where it has some, and else packs the weights.
         offline: never touch the network.
     Raises:
         CheckpointError: missing, damaged, incomplete or unsupported files.
@@ -123,14 +124,18 @@ def load_target(
     where = resolve_device(device)
     model = empty_target(contract, resolve_dtype(dtype, where), where)
     fill_target(model, contract, path)
-    mode = resolve_linear_mode(linear_mode, model.norm.weight, contract)
+    mode = resolve_linear_mode(linear_mode, model.norm.weight, contract, has_codes=_has_codes(model))
     set_linear_mode(model, mode)
     _log.info("target %s: %s on %s, linear mode %s", contract.name, model.norm.weight.dtype, where, mode)
     return LoadedTarget(model, contract, open_tokenizer(path), mode)
 
 
 def resolve_linear_mode(
-    asked: LinearMode | Literal["auto"], weight: Tensor, contract: TargetContract | None = None
+    asked: LinearMode | Literal["auto"],
+    weight: Tensor,
+    contract: TargetContract | None = None,
+    *,
+    has_codes: bool = False,
 ) -> LinearMode:
     """The arithmetic that will really run: fused, native or packed wherever it can be, unless another was asked for.
 
@@ -141,10 +146,12 @@ def resolve_linear_mode(
         asked: what the caller wants.
         weight: one of the model's.
         contract: of a target that one process holds; None for one that is spread, which has no native form.
+        has_codes: whether weights of the model are stored in codes that native products read.
     """
     is_packable = can_pack(weight)
+    can_be_quantized = has_codes and _can_be_native(weight, contract) and can_run_quantized()
     if asked == "auto" and not has_amx() and _can_be_native(weight, contract):
-        return "native"
+        return "quantized" if can_be_quantized else "native"
     if asked == "auto" and _can_be_fused(weight, contract):
         return "fused"
     if asked == "auto":
@@ -158,6 +165,12 @@ def resolve_linear_mode(
         raise ConfigError(
             f"linear mode 'native' was asked for; this target in {weight.dtype} on {weight.device} has no native form",
             hint="--dtype bfloat16 for a dense target on a Linux CPU with AVX512-bf16 and gcc, or --linear-mode auto",
+        )
+    if asked == "quantized" and not can_be_quantized:
+        raise ConfigError(
+            f"linear mode 'quantized' was asked for; this target in {weight.dtype} on {weight.device} has no such form",
+            hint="a GGUF file of type Q4_0, Q4_1 or Q8_0, --dtype bfloat16, on a Linux CPU with AVX512-bf16, "
+            "AVX512-VBMI and gcc; or --linear-mode auto",
         )
     if asked == "packed" and not is_packable:
         raise ConfigError(
@@ -176,6 +189,11 @@ def _can_be_fused(weight: Tensor, contract: TargetContract | None) -> bool:
     if contract is None or (contract.kimi is None and contract.head_size % 2):
         return False
     return HAS_TRITON and weight.device.type == "cuda" and weight.dtype == torch.bfloat16
+
+
+def _has_codes(model: nn.Module) -> bool:
+    """Whether any weight is stored in codes that native products may read."""
+    return any(isinstance(part, Linear) and part.has_codes for part in model.modules())
 
 
 def _can_be_native(weight: Tensor, contract: TargetContract | None) -> bool:

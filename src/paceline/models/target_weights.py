@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -14,8 +15,10 @@ from paceline.checkpoint.kimi_names import boundary_names, kimi_slots, kimi_text
 from paceline.checkpoint.kimi_tensors import open_kimi
 from paceline.checkpoint.locate import read_json
 from paceline.checkpoint.names import dense_target_destinations, dense_target_ignored
-from paceline.checkpoint.weights import TensorSource, load_strict, open_safetensors
+from paceline.checkpoint.weights import Destination, TensorSource, load_strict, open_safetensors
 from paceline.models.building import materialise
+from paceline.models.layers import Linear
+from paceline.models.stored_codes import find_codes
 from paceline.models.targets.kimi_stage import KimiStage
 from paceline.models.weight_copy import copy_weight
 
@@ -33,13 +36,23 @@ def fill_target(model: nn.Module, contract: TargetContract, path: Path) -> None:
     parameters = dict(model.named_parameters())
     if contract.kimi is None:
         destinations = dense_target_destinations(contract)
-        load_strict(
-            parameters, open_dense(path), destinations, ignored=dense_target_ignored(contract), copy=copy_weight
-        )
+        source = open_dense(path)
+        load_strict(parameters, source, destinations, ignored=dense_target_ignored(contract), copy=copy_weight)
+        _keep_codes(model, source, destinations)
         return
     source = open_kimi_folder(contract, path)
     destinations = {slot.name: slot.destination for slot in kimi_slots(contract)}
     load_strict(parameters, source, destinations, ignored=mtp_names(contract, source.names()), copy=copy_weight)
+
+
+def _keep_codes(model: nn.Module, source: TensorSource, destinations: Mapping[str, Destination]) -> None:
+    """Tell linears whose weights are stored in codes where those are."""
+    names = {parameter.data_ptr(): name for name, parameter in model.named_parameters()}  # tied ones once
+    for part in model.modules():
+        if isinstance(part, Linear):
+            stored = find_codes(source, destinations, names[part.weight.data_ptr()], part.weight)
+            if stored is not None:
+                part.keep_codes(stored)
 
 
 def load_stage(

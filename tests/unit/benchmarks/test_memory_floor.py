@@ -1,7 +1,13 @@
 from __future__ import annotations
 
-from benchmarks.memory_floor import plain_step_bytes, read_bandwidth, speculative_step_bytes
+import pytest
+import torch
+from benchmarks.memory_floor import codes_of, plain_step_bytes, read_bandwidth, speculative_step_bytes
 from tests import tiny
+from tests.tiny_codes import store_target_in_codes
+
+from paceline.models.layers import Linear, set_linear_mode
+from paceline.ops.native.quantized import can_run_quantized
 
 
 def test_a_read_takes_time() -> None:
@@ -26,3 +32,22 @@ def test_a_draft_reads_the_drafter_and_the_head_again() -> None:
     drafter_bytes = 4 * sum(p.numel() for p in drafter.model.parameters())
     assert more == drafter_bytes + 4 * target.model.lm_head.weight.numel()
     assert speculative_step_bytes(target, drafter, 8) > plain_step_bytes(target, 8) + more
+
+
+@pytest.mark.skipif(not can_run_quantized(), reason="no products with codes on this machine")
+def test_codes_are_read_in_place_of_the_weights_they_stand_for() -> None:
+    target, drafter = tiny.loaded("llama", linear_mode="native", dtype=torch.bfloat16)
+    of_bf16 = plain_step_bytes(target, 0), speculative_step_bytes(target, drafter, 0)
+    store_target_in_codes(target.model)
+    set_linear_mode(target.model, "quantized")
+    of_codes = plain_step_bytes(target, 0), speculative_step_bytes(target, drafter, 0)
+    parts = [form.panels.numel() for part in target.model.modules() if (form := codes_of(part)) is not None]
+    linears = [part.weight.numel() * 2 for part in target.model.modules() if isinstance(part, Linear)]
+    assert len(parts) == len(linears), "each product once"
+    assert of_bf16[0] - of_codes[0] == sum(linears) - sum(parts)
+    head = codes_of(target.model.lm_head)
+    assert head is not None
+    assert (
+        of_codes[1] - of_codes[0]
+        == of_bf16[1] - of_bf16[0] - target.model.lm_head.weight.numel() * 2 + head.panels.numel()
+    )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from tests.tiny import Family, loaded, tiny_prompts
+from tests.tiny_codes import store_target_in_codes
 from torch import Tensor
 
 from paceline.checkpoint.contract import DrafterFamily
@@ -14,7 +16,9 @@ from paceline.engine import native_attends
 from paceline.engine.engine import Engine
 from paceline.engine.request import SamplingParameters
 from paceline.engine.settings import EngineSettings
+from paceline.models.layers import set_linear_mode
 from paceline.models.loading import LoadedDrafter, LoadedTarget
+from paceline.ops.native.quantized import can_run_quantized
 from paceline.ops.native.rows import can_run
 
 pytestmark = pytest.mark.skipif(
@@ -48,6 +52,25 @@ def test_drafts_and_neighbours_change_no_id(family: Family, drafter_family: Draf
     assert texts(target, drafter, at_once=1) == alone
     assert texts(target, drafter, at_once=5, prefill_chunk_size=16, block_size=16) == alone
     assert texts(target, drafter, at_once=3, run_ahead=True) == alone
+
+
+@pytest.mark.skipif(not can_run_quantized(), reason="no products with codes on this machine")
+@pytest.mark.parametrize("drafter_family", ["dflash2", "eagle3"])
+def test_weights_in_codes_keep_that_and_take_less_memory(drafter_family: DrafterFamily) -> None:
+    native, drafter = parts("llama", drafter_family)
+    store_target_in_codes(native.model)
+    set_linear_mode(native.model, "quantized")
+    target = dataclasses.replace(native, linear_mode="quantized")
+    alone = texts(target, None, at_once=1)
+    assert texts(target, None, at_once=5) == alone
+    assert texts(target, drafter, at_once=1) == alone
+    assert texts(target, drafter, at_once=5, prefill_chunk_size=16, block_size=16) == alone
+    engine = Engine(target, drafter, EngineSettings(max_num_seqs=2))
+    stats = engine.stats()
+    assert stats.linear_mode == "quantized" and stats.attention == "native"
+    own = sum(parameter.numel() * 2 for parameter in target.model.parameters())
+    assert stats.target_weight_bytes < 1.6 * own, "panels of codes beside the weights; those of bf16 are as large again"
+    engine.close()
 
 
 def test_a_key_too_many_changes_some(monkeypatch: pytest.MonkeyPatch) -> None:

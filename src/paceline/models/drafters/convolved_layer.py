@@ -14,6 +14,7 @@ from paceline.models.drafters.latent import LatentDecoderLayer, latent_layer
 from paceline.models.flat_layer import FlatConvolution, FlatLayer, flatten, run_flat
 from paceline.models.fused_layer import FusedConvolution, FusedLayer, fuse, run_fused
 from paceline.models.layers import (
+    NATIVE_MODES,
     Attend,
     Block,
     DecoderLayer,
@@ -115,7 +116,7 @@ class ConvolvedLayer(nn.Module):
     def set_mode(self, mode: LinearMode) -> None:
         """Take the form of the mode where there is one; the parts have their arithmetic already."""
         self._fused = self._fused_form() if mode == "fused" else None
-        self._native = self._native_form() if mode == "native" else None
+        self._native = self._native_form() if mode in NATIVE_MODES else None
         self._flat, flat = None, None
         around_attention, around_mlp = self.attention_conv.flat(), self.mlp_conv.flat()
         if mode == "packed" and isinstance(self.self_attn, SelfAttention):

@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 
 _FOLDER = Path(__file__).parent
-_SOURCES = ("products.c", "rows.c", "attention.c", "layer.c", "choices.c", "finite_copy.c")
-_HEADERS = ("common.h", "layers.h")
+_SOURCES = ("products.c", "quantized.c", "rows.c", "attention.c", "layer.c", "choices.c", "finite_copy.c")
+_HEADERS = ("common.h", "layers.h", "products.h")
 _INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16")
 _FLAGS = ("-O3", "-std=c11", "-fPIC", "-shared", "-fopenmp", *(f"-m{name}" for name in _INSTRUCTIONS))
 _COMPILE_LIMIT_S = 120
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 _ARGUMENTS = {
     "paceline_product": [
-        *(_POINTER, _SIZE, _POINTER, _POINTER, _POINTER, _FLOAT, _POINTER, _POINTER, _POINTER),
+        *(_POINTER, _SIZE, _POINTER, _INT, _POINTER, _POINTER, _FLOAT, _POINTER, _POINTER, _POINTER),
         *(_SIZE, _SIZE, _SIZE, _INT, _INT),
     ],
     "paceline_norm": [_POINTER, _SIZE, _POINTER, _FLOAT, _POINTER, _SIZE, _SIZE, _INT],
@@ -82,6 +82,15 @@ def has_amx() -> bool:
     """Whether the processor multiplies tiles of bf16 (AMX), which torch's own products use."""
     asked = getattr(torch.cpu, "_is_amx_tile_supported", None)
     return asked is not None and bool(asked())
+
+
+@functools.cache
+def permutes_bytes() -> bool:
+    """Whether the processor looks bytes up in tables (AVX512-VBMI), as products with codes of 8 bits do."""
+    try:
+        return "avx512_vbmi" in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
 
 
 def _is_processor_fit() -> bool:

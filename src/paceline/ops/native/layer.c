@@ -2,9 +2,10 @@
 #include "layers.h"
 
 typedef struct {
-    const bfloat *weight;
+    const void *weight;
     const float *bias;
     int64_t width, num_outputs;
+    int32_t form;
 } Weight;
 
 typedef struct {
@@ -26,7 +27,7 @@ typedef struct {
 } Pass;
 
 static Product product(const Weight *w, const bfloat *x, const bfloat *residual, bfloat *y, int64_t num_rows) {
-    Product p = {x, w->width, w->weight, w->bias, residual, y, num_rows, w->width, w->num_outputs, PLAIN};
+    Product p = {x, w->width, w->weight, w->form, w->bias, residual, y, num_rows, w->width, w->num_outputs, PLAIN};
     if (residual) p.kind = ADDED;
     return p;
 }

@@ -22,12 +22,13 @@ class _Weight(ctypes.Structure):
         ("bias", ctypes.c_void_p),
         ("width", ctypes.c_int64),
         ("num_outputs", ctypes.c_int64),
+        ("form", ctypes.c_int32),
     )
 
     @classmethod
     def of(cls, weight: NativeWeight) -> _Weight:
         bias = None if weight.bias is None else weight.bias.data_ptr()
-        return cls(weight.panels.data_ptr(), bias, weight.num_inputs, weight.num_outputs)
+        return cls(weight.panels.data_ptr(), bias, weight.num_inputs, weight.num_outputs, weight.form)
 
 
 class _Layer(ctypes.Structure):

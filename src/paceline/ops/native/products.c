@@ -3,39 +3,11 @@
    A weight lies in panels of 32 outputs: [N / 32, K / 2, 32, 2], so that a thread reads its panels as one stream and
    one instruction multiplies a pair of inputs with 16 outputs. Each output is one chain of sums over K, whatever the
    number of rows: a row's bits are its own. M rows, K inputs, N outputs. */
-#include "layers.h"
-
-#define PANEL 32
-#define ROW_TILE 8
-#define AHEAD 2048 /* bytes that are asked for before they are needed: pages end, and hardware stops there */
-
-ALWAYS_INLINE void finish(const Product *p, int64_t row, int64_t panel, __m512 low, __m512 high) {
-    int64_t first = panel * PANEL;
-    if (p->bias) {
-        low = _mm512_add_ps(low, _mm512_loadu_ps(p->bias + first));
-        high = _mm512_add_ps(high, _mm512_loadu_ps(p->bias + first + LANES));
-    }
-    if (p->kind == GATED) { /* the panel holds 16 gates, and the 16 values that they let pass */
-        int64_t width = p->num_outputs / 2, at = panel * LANES;
-        __m512 one = _mm512_set1_ps(1.0f);
-        __m512 share = _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), low)));
-        store_narrow(p->y + row * width + at, first_lanes(width - at), _mm512_mul_ps(_mm512_div_ps(low, share), high));
-        return;
-    }
-    int64_t left = p->num_outputs - first;
-    __mmask16 lanes = first_lanes(left), high_lanes = left > LANES ? first_lanes(left - LANES) : 0;
-    int64_t at = row * p->num_outputs + first;
-    if (p->kind == ADDED) {
-        low = _mm512_add_ps(low, load_wide(p->residual + at, lanes));
-        high = _mm512_add_ps(high, load_wide(p->residual + at + LANES, high_lanes));
-    }
-    store_narrow(p->y + at, lanes, low);
-    store_narrow(p->y + at + LANES, high_lanes, high);
-}
+#include "products.h"
 
 ALWAYS_INLINE void multiply(const Product *p, int64_t row, int64_t panel, const int num_rows) {
     int64_t num_pairs = p->width / 2;
-    const bfloat *weight = p->weight + panel * num_pairs * PANEL * 2;
+    const bfloat *weight = (const bfloat *)p->weight + panel * num_pairs * PANEL * 2;
     const bfloat *x = p->x + row * p->x_stride;
     __m512 low[ROW_TILE], high[ROW_TILE];
 #pragma GCC unroll 8
@@ -83,6 +55,11 @@ void norm_rows(
 void multiply_rows(const Product *p) {
     int64_t num_outputs = p->num_outputs;
     int64_t num_panels = p->kind == GATED ? (num_outputs / 2 + LANES - 1) / LANES : (num_outputs + PANEL - 1) / PANEL;
+    if (p->form != PAIRS_OF_BFLOATS) {
+        multiply_quantized_rows(p, num_panels);
+#pragma omp barrier
+        return;
+    }
 #pragma omp for schedule(static)
     for (int64_t panel = 0; panel < num_panels; panel++) multiply_panel(p, panel);
 }
@@ -91,10 +68,10 @@ void multiply_rows(const Product *p) {
 
    With a gain, rows are normed first, into `normed` [M, K]. `y` is [M, N], or [M, N / 2] where it is gated. */
 void paceline_product(
-    const bfloat *x, int64_t x_stride, const bfloat *weight, const float *bias, const bfloat *gain, float eps,
+    const bfloat *x, int64_t x_stride, const void *weight, int32_t form, const float *bias, const bfloat *gain, float eps,
     bfloat *normed, const bfloat *residual, bfloat *y, int64_t num_rows, int64_t width, int64_t num_outputs,
     int32_t kind, int32_t num_threads) {
-    Product p = {x, x_stride, weight, bias, residual, y, num_rows, width, num_outputs, kind};
+    Product p = {x, x_stride, weight, form, bias, residual, y, num_rows, width, num_outputs, kind};
     if (gain) p.x = normed, p.x_stride = width;
 #pragma omp parallel num_threads(num_threads)
     {

@@ -19,6 +19,7 @@ from paceline.ops.native.build import library, loaded_library
 PANEL: Final = 32
 _HALF: Final = PANEL // 2
 _PLAIN, _ADDED, _GATED = range(3)
+BFLOATS, CODES_4, CODES_8 = range(3)  # forms of a weight, as the C files number them
 
 
 def can_run(weight: Tensor) -> bool:
@@ -36,11 +37,12 @@ class NativeWeight:
     """A weight in the order in which products read it.
 
     Attributes:
-        panels: bf16 [O / 32, I / 2, 32, 2], filled up with zeros.
+        panels: bf16 [O / 32, I / 2, 32, 2], filled up with zeros; or codes, see `quantized.py`.
         bias: float32, filled up alike.
         num_inputs: I.
         num_outputs: O.
         is_gated: a panel holds 16 gates, then the 16 outputs that they let pass.
+        form: of the panels.
     """
 
     panels: Tensor
@@ -48,6 +50,7 @@ class NativeWeight:
     num_inputs: int
     num_outputs: int
     is_gated: bool = False
+    form: int = BFLOATS
 
 
 def pack(weight_OI: Tensor, bias_O: Tensor | None = None, *, is_gated: bool = False) -> NativeWeight:
@@ -59,14 +62,18 @@ def pack(weight_OI: Tensor, bias_O: Tensor | None = None, *, is_gated: bool = Fa
         is_gated: see `NativeWeight`.
     """
     num_outputs, num_inputs = weight_OI.shape
-    rows = _in_panels(weight_OI.detach(), is_gated=is_gated)
+    rows = in_panels(weight_OI.detach(), is_gated=is_gated)
     panels = rows.view(-1, PANEL, num_inputs // 2, 2).transpose(1, 2).contiguous()
     lay_on_huge_pages(panels.data_ptr(), panels.numel() * panels.element_size())
-    bias = None if bias_O is None else _in_panels(bias_O.detach().float().unsqueeze(1), is_gated=is_gated).flatten()
-    return NativeWeight(panels, bias, num_inputs, num_outputs, is_gated)
+    return NativeWeight(panels, bias_in_panels(bias_O, is_gated=is_gated), num_inputs, num_outputs, is_gated)
 
 
-def _in_panels(rows_OI: Tensor, *, is_gated: bool) -> Tensor:
+def bias_in_panels(bias_O: Tensor | None, *, is_gated: bool) -> Tensor | None:
+    """A bias in float32 and in the order of the panels."""
+    return None if bias_O is None else in_panels(bias_O.detach().float().unsqueeze(1), is_gated=is_gated).flatten()
+
+
+def in_panels(rows_OI: Tensor, *, is_gated: bool) -> Tensor:
     """The rows in the order of the panels, and zeros to fill the last one."""
     if not is_gated:
         return torch.nn.functional.pad(rows_OI, (0, 0, 0, -rows_OI.shape[0] % PANEL)).contiguous()
@@ -105,6 +112,7 @@ def linear(
         rows.data_ptr(),
         rows.stride(0),
         weight.panels.data_ptr(),
+        weight.form,
         None if weight.bias is None else weight.bias.data_ptr(),
         None if gain_I is None else gain_I.data_ptr(),
         eps,

@@ -1,0 +1,45 @@
+"""Codes of a GGUF file mean, to the bit, what dequantising gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.tiny_codes import meant
+
+from paceline.checkpoint.gguf import open_gguf
+from paceline.checkpoint.gguf_codes import HoldsCodes, has_codes, join
+
+NAMES = [f"model.layers.1.{name}.weight" for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj")]
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_codes_mean_what_dequantising_gives(tiny_gguf: Any, kind: str) -> None:
+    tiny_gguf.types = {name: kind for name, tensor in tiny_gguf.tensors.items() if tensor.ndim == 2}
+    source = open_gguf(tiny_gguf.write())
+    assert isinstance(source, HoldsCodes) and has_codes(kind)
+    for name in NAMES:
+        assert source.code_kind(name) == kind
+        found = source.codes(name)
+        assert torch.equal(meant(found), source.load(name)), "rows of q and k in the order of `load`, too"
+        assert (found.minima_OC is None) == (found.codes_OI.dtype == torch.int8) == (kind == "Q8_0")
+
+
+def test_rows_and_joined_weights(tiny_gguf: Any) -> None:
+    tiny_gguf.types = {name: "Q4_1" for name, tensor in tiny_gguf.tensors.items() if tensor.ndim == 2}
+    source = open_gguf(tiny_gguf.write())
+    assert isinstance(source, HoldsCodes)
+    q, k = (source.codes(name) for name in NAMES[:2])
+    both = torch.cat([source.load(name) for name in NAMES[:2]])
+    assert torch.equal(meant(join((q, k))), both)
+    ids = torch.tensor([40, 3, 3])
+    assert torch.equal(meant(join((q, k)).rows(ids)), both[ids])
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q5_0"])
+def test_other_types_have_none(tiny_gguf: Any, kind: str) -> None:
+    tiny_gguf.types = {name: kind for name, tensor in tiny_gguf.tensors.items() if tensor.ndim == 2}
+    source = open_gguf(tiny_gguf.write())
+    assert isinstance(source, HoldsCodes)
+    assert source.code_kind(NAMES[0]) is None and source.code_kind("model.norm.weight") is None

@@ -1,0 +1,155 @@
+"""Weights in the codes of their file: who reads them, when they no longer count, and that a lent head stays in them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from tests.tiny import loaded, tiny_target
+from tests.tiny_codes import coded, meant, store_in_codes, store_target_in_codes
+from tests.unit.checkpoint.conftest import TinyGguf
+from torch import Tensor
+
+from paceline.errors import ConfigError
+from paceline.models import layers as layers_module
+from paceline.models import loading
+from paceline.models.layers import GatedMLP, Linear, set_linear_mode
+from paceline.models.loading import resolve_linear_mode
+from paceline.models.target_weights import fill_target
+from paceline.ops.native import quantized, rows
+from paceline.ops.native.quantized import can_run_quantized
+
+has_codes = pytest.mark.skipif(not can_run_quantized(), reason="no products with codes on this machine")
+
+
+def linear_in_codes(num_outputs: int = 96, num_inputs: int = 64, bits: int = 4) -> Linear:
+    linear = Linear(num_inputs, num_outputs).to(torch.bfloat16).requires_grad_(False)
+    linear.weight.copy_(torch.randn(num_outputs, num_inputs, generator=torch.Generator().manual_seed(0)))
+    store_in_codes(linear, bits)
+    return linear
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+@has_codes
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantized_multiplies_codes_and_native_their_copy(bits: int) -> None:
+    linear, x = linear_in_codes(bits=bits), numbers(3, 64)
+    held = coded(linear.weight, bits)
+    set_linear_mode(linear, "quantized")
+    assert linear.native is not None and linear.native.form != rows.BFLOATS
+    assert linear.native.panels.numel() < 0.6 * linear.weight.numel() * 2
+    assert not torch.equal(linear(x), rows.linear(x, rows.pack(linear.weight)))
+    set_linear_mode(linear, "native")
+    assert torch.equal(linear(x), rows.linear(x, rows.pack(linear.weight))), "native is what it was, bit for bit"
+    assert held.codes_OI.shape == linear.weight.shape
+
+
+@has_codes
+def test_a_weight_that_changed_or_was_copied_is_no_longer_what_codes_say() -> None:
+    linear, x = linear_in_codes(), numbers(3, 64)
+    other = copy.deepcopy(linear)
+    assert linear.has_codes and not other.has_codes
+    linear.weight.mul_(2.0)
+    assert not linear.has_codes
+    for changed in (linear, other):
+        set_linear_mode(changed, "quantized")
+        assert torch.equal(changed(x), rows.linear(x, rows.pack(changed.weight))), "the weight counts, not the file"
+
+
+@has_codes
+def test_some_outputs_keep_their_codes() -> None:
+    linear, x, ids = linear_in_codes(), numbers(3, 64), torch.tensor([90, 2, 3, 40])
+    set_linear_mode(linear, "quantized")
+    part = linear.some_outputs(ids)
+    assert part.native is not None and part.native.form == rows.CODES_4
+    assert torch.equal(part(x), linear(x)[:, ids])
+
+
+@has_codes
+def test_codes_that_products_cannot_take_leave_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear, x = linear_in_codes(), numbers(3, 64)
+    monkeypatch.setattr(layers_module.quantized, "can_pack_codes", lambda *_parts: False)
+    set_linear_mode(linear, "quantized")
+    assert linear.native is not None and linear.native.form == rows.BFLOATS
+    assert torch.equal(linear(x), rows.linear(x, rows.pack(linear.weight)))
+
+
+@has_codes
+def test_gate_and_up_stay_in_codes() -> None:
+    mlp, x = GatedMLP(64, 96).to(torch.bfloat16).requires_grad_(False), numbers(3, 64)
+    for part in (mlp.gate_up_proj, mlp.down_proj):
+        part.weight.copy_(torch.randn(part.weight.shape, generator=torch.Generator().manual_seed(2)) * 0.1)
+    held = store_in_codes(mlp.gate_up_proj, 4)
+    set_linear_mode(mlp, "quantized")
+    assert mlp.native_gate_up is not None and mlp.native_gate_up.form == rows.CODES_4
+    gate, up = (x.double() @ meant(held).double().T).chunk(2, dim=-1)
+    gated = (torch.nn.functional.silu(gate) * up).bfloat16()
+    assert (rows.linear(x, mlp.native_gate_up) - gated).abs().max() <= 2**-7 * gated.abs().max()
+
+
+@has_codes
+def test_a_drafter_drafts_with_the_targets_head_in_codes() -> None:
+    target, drafter = loaded("llama", linear_mode="native", dtype=torch.bfloat16)
+    store_target_in_codes(target.model)
+    set_linear_mode(target.model, "quantized")
+    head = target.model.lm_head
+    assert head.native is not None and head.native.form == rows.CODES_8
+    assert drafter.model.vocabulary.lm_head is None, "it brings none of its own"
+    hidden = numbers(1, 7, head.weight.shape[1])
+    drafted = drafter.model.vocabulary.logits(hidden, target.model)
+    assert torch.equal(drafted, rows.linear(hidden, head.native)), "the target's own apply"
+    assert not torch.equal(drafted, rows.linear(hidden, rows.pack(head.weight))), "and no copy of its weight"
+
+
+@pytest.mark.parametrize("kinds", [("Q4_1", "Q8_0"), ("Q4_0", "Q4_0"), ("Q5_0", "F16")])
+def test_a_loaded_file_tells_its_linears(tmp_path: Path, kinds: tuple[str, str]) -> None:
+    from paceline.checkpoint.target_config import read_target_contract
+    from paceline.models.building import empty_target
+
+    file = TinyGguf(tmp_path / "tiny.gguf")
+    file.types = {name: kinds[0] for name, tensor in file.tensors.items() if tensor.ndim == 2}
+    file.types |= {"token_embd.weight": kinds[1], "blk.1.attn_k.weight": "F16"}
+    path = file.write()
+    contract = read_target_contract(path, "tiny")
+    model = empty_target(contract, torch.bfloat16, torch.device("cpu"))
+    fill_target(model, contract, path)
+    found = {name for name, part in model.named_modules() if isinstance(part, Linear) and part.has_codes}
+    everything = {name for name, part in model.named_modules() if isinstance(part, Linear)}
+    mixed = {"layers.1.self_attn.qkv_proj"}  # tensors of two types make it up
+    assert found == (everything - mixed if kinds[0].startswith("Q4") else set())
+    for name, part in model.named_modules():
+        if name in found:
+            assert isinstance(part, Linear) and part._stored is not None
+            assert torch.equal(meant(part._stored.read()).bfloat16(), part.weight), "the weight is what codes mean"
+
+
+def test_auto_takes_codes_where_they_run_and_they_are_refused_where_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target("llama").to(torch.bfloat16)
+    weight, contract = target.norm.weight, target.contract
+    monkeypatch.setattr(loading, "can_run_native", lambda _weight: True)
+    monkeypatch.setattr(loading, "has_amx", lambda: False)
+    monkeypatch.setattr(loading, "can_run_quantized", lambda: True)
+    assert resolve_linear_mode("auto", weight, contract, has_codes=True) == "quantized"
+    assert resolve_linear_mode("auto", weight, contract) == "native"
+    assert resolve_linear_mode("native", weight, contract, has_codes=True) == "native"
+    with pytest.raises(ConfigError, match="quantized"):
+        resolve_linear_mode("quantized", weight, contract)
+    monkeypatch.setattr(loading, "can_run_quantized", lambda: False)
+    assert resolve_linear_mode("auto", weight, contract, has_codes=True) == "native"
+    with pytest.raises(ConfigError, match="quantized"):
+        resolve_linear_mode("quantized", weight, contract, has_codes=True)
+    monkeypatch.setattr(loading, "has_amx", lambda: True)
+    assert resolve_linear_mode("auto", weight, contract, has_codes=True) != "quantized"
+
+
+def test_without_the_library_there_are_no_products_with_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "library", lambda: None)
+    assert not can_run_quantized()
+    monkeypatch.undo()
+    monkeypatch.setattr(quantized, "permutes_bytes", lambda: False)
+    assert not can_run_quantized()
