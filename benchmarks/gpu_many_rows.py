@@ -8,7 +8,8 @@ Rows are those of a verification: every request has an anchor and 15 drafts. `us
 graph over as many different inputs as it takes for the L2 cache not to hold them, `early_us` the same with programmatic
 dependent launch, `floor_us` its bytes over the bandwidth of a large copy. A chain is whole layers with distinct weights
 and real attention, timed as one: what a launch costs beside products shows there alone. `--sweep` also tries other
-launches of attention and of the largest scores. The exit code is 3 if a result is wrong or a case fails.
+launches of attention and of the largest scores. `gate-up` is the product and its activation as two launches and as one,
+alone and in a chain. The exit code is 3 if a result is wrong or a case fails.
 """
 
 from __future__ import annotations
@@ -40,13 +41,18 @@ if TYPE_CHECKING:
     from paceline.ops.paged_attention import PagedAttend
 
 NAME = "gpu-many-rows"
-OPERATIONS = ("norm", "place", "gated", "attention", "largest", "chain")
+OPERATIONS = ("norm", "place", "gated", "attention", "largest", "chain", "gate-up")
 ROWS_OF_REQUEST = 16
 _ALLOWED = 1e-2  # relative error in bf16
 _ALLOWED_OF_CHAIN = 5e-2  # between the same rows among many and among few
 _CHAIN = 12  # layers
 _LAUNCHES = ((64, 32, 4, 2), (64, 32, 4, 3), (64, 32, 4, 4), (64, 32, 8, 3), (64, 64, 4, 2), (64, 64, 8, 3))
 _RUNS = ((2048, 4, 1), (2048, 4, 3), (2048, 4, 6), (4096, 4, 1), (4096, 8, 3), (8192, 8, 1))  # turn, warps, stages
+_PRODUCT_TILES = (
+    (128, 128, 64, 8, 4),
+    (128, 128, 64, 8, 3),
+    (256, 64, 64, 8, 4),
+)  # rows, outputs, width, warps, stages
 _Case = tuple[str, list["Call"], float, Callable[[], float]]  # what, calls, bytes of one, error
 
 
@@ -115,7 +121,7 @@ def _measured(
     for name, calls, num_bytes, error_of in _cases(bench, shape, operation, batch, options):
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"no time was left for {name}")
-        error, allowed = error_of(), _ALLOWED_OF_CHAIN if operation == "chain" else _ALLOWED
+        error, allowed = error_of(), _ALLOWED_OF_CHAIN if "chain" in name else _ALLOWED
         us = bench.clock.time(calls).us
         allow_dependent_launch("on")
         early_us = bench.clock.time(calls).us
@@ -143,8 +149,10 @@ def _cases(bench: Bench, shape: Shape, operation: str, batch: int, options: argp
         yield from _attentions(bench, shape, batch, options)
     elif operation == "largest":
         yield from _largest(bench, shape, rows, is_swept=options.sweep)
-    else:
+    elif operation == "chain":
         yield _chain(bench, shape, batch, options.context)
+    else:
+        yield from _gate_up(bench, shape, batch, options.context)
 
 
 def _copies(bench: Bench, num_bytes: float, make: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
@@ -307,6 +315,45 @@ def _chain(bench: Bench, shape: Shape, batch: int, context: int) -> _Case:
         return _worst([whole[few]], [lone])
 
     return f"chain of {num_layers} layers at {rows} rows", calls, 0.0, error
+
+
+def _gate_up(bench: Bench, shape: Shape, batch: int, context: int) -> Iterator[_Case]:
+    import torch.nn.functional as functional
+
+    from paceline.models import fused_layer
+    from paceline.ops.gated_activation import Activation, gated_activation_triton
+    from paceline.ops.gated_product import ProductTile, gated_product_reference, gated_product_triton
+
+    x, silu = _random(bench, batch * ROWS_OF_REQUEST, shape.width), Activation("silu")
+    sizes = shape.sizes["gated"]
+    weights = [_random(bench, *sizes) * sizes[1] ** -0.5 for _ in range(_CHAIN if bench.is_real else 2)]
+    expected = gated_product_reference(x, weights[0])
+
+    def two(weight: torch.Tensor) -> torch.Tensor:
+        return gated_activation_triton(*functional.linear(x, weight).chunk(2, dim=-1), silu)
+
+    yield (
+        "gate-up, two launches",
+        [partial(two, weight) for weight in weights],
+        0.0,
+        lambda: _worst([two(weights[0])], [expected]),
+    )
+    for numbers in _PRODUCT_TILES if bench.is_real else ((16, 16, 16, 4, 2),):
+        tile = ProductTile(*numbers)
+        one = partial(gated_product_triton, tile=tile)
+        calls: list[Call] = [partial(one, x, weight) for weight in weights]
+
+        def error(one: Callable[..., torch.Tensor] = one) -> float:
+            return _worst([one(x, weights[0])], [expected])
+
+        yield f"gate-up, one launch, {numbers}", calls, 0.0, error
+
+        def activated(y_RD: torch.Tensor, layer: FusedLayer, one: Callable[..., torch.Tensor] = one) -> torch.Tensor:
+            return one(y_RD, layer.gate_up)
+
+        with patch.object(fused_layer, "_activated", activated):
+            name, calls, size, error = _chain(bench, shape, batch, context)
+            yield f"{name}, gate-up in one launch, {numbers}", calls, size, error
 
 
 def _layer(bench: Bench, shape: Shape) -> FusedLayer:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paceline.ops.add_norm import add_norm_reference, add_norm_triton
 from paceline.ops.embed_rows import embed_rows_reference, embed_rows_triton
+from paceline.ops.gated_product import ProductTile, gated_product_reference, gated_product_triton
 from paceline.ops.linear_gated import linear_gated_reference, linear_gated_triton
 from paceline.ops.linear_residual import linear_residual_reference, linear_residual_triton
 from paceline.ops.norm_taps import norm_taps_reference, norm_taps_triton
@@ -33,7 +34,7 @@ _SMALL = Launch(
 
 def layer_cases(device: torch.device) -> Iterator[Case]:
     """All cases of layers."""
-    for make in (_attention, _paged, _residuals, _gates, _heads, _placed, _norms, _embedded):
+    for make in (_attention, _paged, _residuals, _gates, _heads, _placed, _norms, _gated_products, _embedded):
         yield from make(device)
 
 
@@ -181,6 +182,14 @@ def _placed(device: torch.device) -> Iterator[Case]:
                 f"place_heads, {'norms' if qk_gains else 'pairs'}, {dtype}",
                 partial(compared, place_heads_reference, place_heads_triton, arguments, 2 * allowed),
             )
+
+
+def _gated_products(device: torch.device) -> Iterator[Case]:
+    for dtype, allowed in dtypes(device, multiplies=True):
+        x, weight = random(device, 40, 56, dtype=dtype), random(device, 48, 56, dtype=dtype)
+        arguments = (x, weight, ProductTile(64, 16, 32, 4, 3))
+        both = (gated_product_reference, gated_product_triton)
+        yield f"gated_product, {dtype}", partial(compared, *both, arguments, 2 * allowed)
 
 
 def _norms(device: torch.device) -> Iterator[Case]:

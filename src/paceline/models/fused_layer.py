@@ -241,14 +241,18 @@ def _run_many(layers: Sequence[FusedLayer], x_RD: Tensor, shared: _Pass) -> Iter
         q_RNH = place_heads(qkv_RX, shared.turns_R2P, cells, form, qk_gains=layer.qk_gains)
         _add_product(x_RD, shared.mixed(index, q_RNH, layer), layer.o, layer.o_bias)
         _, y_RD = add_norm(x_RD, None, layer.mlp_gain_D, eps=layer.eps)
-        gate_RI, up_RI = functional.linear(y_RD, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        _add_product(x_RD, gated_activation(gate_RI, up_RI, _SILU), layer.down, layer.down_bias)
+        _add_product(x_RD, _activated(y_RD, layer), layer.down, layer.down_bias)
         after_RD = x_RD
         if index + 1 < len(layers):
             following = layers[index + 1]
             copies = index + 1 in shared.kept
             x_RD, y_RD = add_norm(x_RD, None, following.input_gain_D, eps=following.eps, copies=copies)
         yield after_RD
+
+
+def _activated(y_RD: Tensor, layer: FusedLayer) -> Tensor:
+    gate_RI, up_RI = functional.linear(y_RD, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+    return gated_activation(gate_RI, up_RI, _SILU)
 
 
 def _add_product(x_RD: Tensor, y_RI: Tensor, weight_DI: Tensor, bias_D: Tensor | None) -> None:
@@ -289,8 +293,7 @@ def _run_convolved(layers: Sequence[FusedLayer], x_RD: Tensor, shared: _Pass) ->
         if is_few:
             y_RI = linear_gated(y_RD, None, layer.gate_up, eps=eps, bias_X=layer.gate_up_bias, counters=counters)
         else:
-            gate_RI, up_RI = functional.linear(y_RD, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-            y_RI = gated_activation(gate_RI, up_RI, _SILU)
+            y_RI = _activated(y_RD, layer)
         y_RD = product(y_RI, layer.down, layer.down_bias)
         following = layers[index + 1] if index + 1 < len(layers) else None
         x_RD, y_RD = close(y_RD, x_RD, None if following is None else following.input_gain_D, eps=eps)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -81,6 +81,13 @@ def choose(name: str, tensor: Tensor, reference: _Function, triton_version: _Fun
 def implementations() -> dict[str, str]:
     """What has run so far: `operation on device type` to "triton", "reference" or more exactly, sorted."""
     return {f"{name} on {device}": version for (name, device), version in sorted(_chosen.items())}
+
+
+def tensor_descriptor(tensor: Tensor, block: Sequence[int]) -> Any:
+    """What a kernel loads blocks of a contiguous tensor by, in one request each; its rows begin at 16 bytes."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(tensor, list(block))
 
 
 def needs_gradient(*tensors: Tensor) -> bool:

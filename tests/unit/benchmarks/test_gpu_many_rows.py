@@ -21,11 +21,11 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_trial_measures_every_operation(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--operations", "norm", "gated", "attention", "largest", "chain", "--context", "130"]
+    options = ["--operations", "norm", "gated", "attention", "largest", "chain", "gate-up", "--context", "130"]
     code = gpu_many_rows.main([*TRIAL, *options])
     output = capsys.readouterr()
     assert code == EXIT_DONE, output.err
-    for name in ("norm, copy", "gated", "attention", "largest runs", "chain of 2 layers at 32 rows"):
+    for name in ("norm, copy", "gated", "attention", "largest runs", "chain of 2 layers at 32 rows", "gate-up, one"):
         assert name in output.out
 
 
