@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -42,6 +43,7 @@ from paceline.errors import EXIT_CHECK_SAYS_NO, EXIT_DONE
 NAME = "gpu-two"
 SPREADS = {"one": (1, 1), "tp 2": (2, 1), "pp 2": (1, 2)}  # ranks that share a layer, and stages
 PARTS = ("tokens", "steps")
+_NUM_LAST_LINES = 60  # of what a launch says: a line per rank and case, and whatever went wrong
 KEY = ("part", "shape", "spread", "drafter", "batch", "mode")
 
 
@@ -96,8 +98,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--shapes",
         nargs="+",
         choices=SHAPES,
-        default=["slim-qwen3", "smollm2-135m", "k3-mini"],
-        help="whose tokens are compared; default slim-qwen3 smollm2-135m k3-mini",
+        default=["slim-qwen3", "k3-mini", "smollm2-135m"],
+        help="whose tokens are compared; default slim-qwen3 k3-mini smollm2-135m",
     )
     parser.add_argument(
         "--step-shapes", nargs="+", choices=SHAPES, default=["qwen3-8b", "smollm2-135m"], help="timed, dense ones"
@@ -127,19 +129,20 @@ def launch(num_ranks: int, folder: Path, options: argparse.Namespace) -> tuple[l
     for name in ("device", "num_prompts", "new_tokens", "timed"):
         command += ["--" + name.replace("_", "-"), str(getattr(options, name))]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
-    began_s = time.monotonic()
-    is_complete = False
-    try:
-        done = subprocess.run(
-            command, env=variables, capture_output=True, text=True, timeout=options.case_seconds, cwd=ROOT
-        )
-        is_complete = done.returncode == 0
-        if not is_complete:
-            say(f"{num_ranks}: exit code {done.returncode}\n" + "\n".join(done.stderr.strip().splitlines()[-25:]))
-    except subprocess.TimeoutExpired as error:
-        told = error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else error.stderr or ""
-        say(f"{num_ranks}: not done after {options.case_seconds:g} s\n" + "\n".join(told.strip().splitlines()[-25:]))
-    say(f"{num_ranks} process{'es' * (num_ranks > 1)}: {time.monotonic() - began_s:.1f} s")
+    began_s, log = time.monotonic(), folder / f"{num_ranks}.log"
+    with log.open("w", encoding="utf-8") as file:
+        # a group of their own, so that whatever torchrun started ends with it
+        process = subprocess.Popen(command, env=variables, stdout=file, stderr=file, cwd=ROOT, start_new_session=True)
+        try:
+            exit_code: int | None = process.wait(options.case_seconds)
+        except subprocess.TimeoutExpired:
+            exit_code = None
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    is_complete = exit_code == 0
+    told = "\n".join(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_NUM_LAST_LINES:])
+    how = f"exit code {exit_code}" if exit_code is not None else "stopped"
+    say(f"{num_ranks} process{'es' * (num_ranks > 1)}: {how} after {time.monotonic() - began_s:.1f} s\n{told}")
     found = folder / f"{num_ranks}.jsonl"
     lines = found.read_text(encoding="utf-8").splitlines() if found.exists() else []
     return [json.loads(line) for line in lines], is_complete

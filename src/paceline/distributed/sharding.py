@@ -58,8 +58,12 @@ class ReducedLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in_size] to [..., out_size]."""
-        total = self._tensor.total(self.product(x, None), in_order=self.mode == "row_invariant")
+        total = self.total(self.product(x, None))
         return total if self.bias is None else total + self.bias
+
+    def total(self, partial: Tensor) -> Tensor:
+        """The sum of all ranks' parts; this one's may be written over."""
+        return self._tensor.total(partial, in_order=self.mode == "row_invariant")
 
 
 class ShardedExperts(Experts):

@@ -10,6 +10,7 @@ the same order. What follows from a clock is left out: draft lengths that adapt 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 
 from paceline.checkpoint.contract import TargetContract
@@ -77,6 +78,7 @@ class TensorDecoder:
     def close(self) -> None:
         """Drop recordings and caches; recordings go before the ranks part, whose collectives they hold."""
         self.engine.close()
+        gc.collect()  # a recording and its work know each other
 
 
 def _result_of(result: RequestResult) -> DecodeResult:

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from paceline.models.summed_layer import run_summed
 from paceline.ops.add_norm import add_norm
 from paceline.ops.convolved_residual import convolved_residual
 from paceline.ops.gated_activation import Activation, gated_activation
@@ -62,6 +63,7 @@ class FusedLayer(NamedTuple):
         counters: of launches whose programs share outputs.
         attention_convolution: around attention; either both sublayers have one or none has.
         mlp_convolution: around the MLP.
+        total: where a layer is shared out, what makes a whole of this part's output of a sublayer, before its bias.
     """
 
     num_heads: int
@@ -83,6 +85,7 @@ class FusedLayer(NamedTuple):
     most_rows: int = LARGEST_ROWS
     attention_convolution: FusedConvolution | None = None
     mlp_convolution: FusedConvolution | None = None
+    total: Callable[[Tensor], Tensor] | None = None
 
 
 def most_fused_rows(gate_up: Tensor) -> int:
@@ -153,12 +156,14 @@ def run_fused(
     """
     B, T, D = x_BTD.shape
     run = _run_few if layers[0].most_rows >= B * T else _run_many
+    if layers[0].total is not None:
+        run = run_summed
     if layers[0].attention_convolution is not None:
         run = _run_convolved
         if offset_R is None:
             offset_R = torch.arange(T, device=x_BTD.device).repeat(B)
     kept = frozenset[int]() if observe is None else frozenset(filter(is_kept or bool, range(1, len(layers) + 1)))
-    shared = _Pass(turns_R2P, attend, (B, T), is_neox_style, first_layer, offset_R, prepared, kept)
+    shared = Pass(turns_R2P, attend, (B, T), is_neox_style, first_layer, offset_R, prepared, kept)
     for index, after_RD in enumerate(run(layers, x_BTD.reshape(B * T, D), shared)):
         x_BTD = after_RD.view(B, T, D)
         if observe is not None:
@@ -166,7 +171,7 @@ def run_fused(
     return x_BTD
 
 
-class _Pass(NamedTuple):
+class Pass(NamedTuple):
     """What all layers of a pass share."""
 
     turns_R2P: Tensor
@@ -190,7 +195,7 @@ class _Pass(NamedTuple):
         return self.attend.stored(self.first_layer + index, q_BTNH, sink_N=layer.sink_N).flatten(2).flatten(0, 1)
 
 
-def _run_few(layers: Sequence[FusedLayer], x_RD: Tensor, shared: _Pass) -> Iterator[Tensor]:
+def _run_few(layers: Sequence[FusedLayer], x_RD: Tensor, shared: Pass) -> Iterator[Tensor]:
     """Each product in one launch with what surrounds it; the stream after every layer."""
     rows = shared.prepared or scale_rows(x_RD, layers[0].input_gain_D)
     for index, layer in enumerate(layers):
@@ -228,7 +233,7 @@ def _run_few(layers: Sequence[FusedLayer], x_RD: Tensor, shared: _Pass) -> Itera
             yield linear_residual(y_RI, layer.down, rows.x_TD, bias_O=layer.down_bias, counters=counters)
 
 
-def _run_many(layers: Sequence[FusedLayer], x_RD: Tensor, shared: _Pass) -> Iterator[Tensor]:
+def _run_many(layers: Sequence[FusedLayer], x_RD: Tensor, shared: Pass) -> Iterator[Tensor]:
     """The library's products, and one launch between two of them; the stream after every layer.
 
     The stream is one tensor, which the products of a layer add to where it lies. So the first norm copies what was
@@ -263,7 +268,7 @@ def _add_product(x_RD: Tensor, y_RI: Tensor, weight_DI: Tensor, bias_D: Tensor |
         x_RD.add_(functional.linear(y_RI, weight_DI, bias_D))
 
 
-def _run_convolved(layers: Sequence[FusedLayer], x_RD: Tensor, shared: _Pass) -> Iterator[Tensor]:
+def _run_convolved(layers: Sequence[FusedLayer], x_RD: Tensor, shared: Pass) -> Iterator[Tensor]:
     """Layers with convolutions around both sublayers, which need the normed rows themselves."""
     is_few = layers[0].most_rows >= x_RD.shape[0]
     _, y_RD = add_norm(x_RD, None, layers[0].input_gain_D, eps=layers[0].eps)

@@ -159,6 +159,15 @@ class Linear(Block):
         return part
 
 
+@runtime_checkable
+class SumsParts(Protocol):
+    """A product of which other processes have the rest."""
+
+    def total(self, partial: Tensor) -> Tensor:
+        """The sum of all parts."""
+        ...
+
+
 def score_rows(head: Linear, hidden: Tensor) -> Tensor:
     """Scores of an output head, [..., D] to [..., V]; a lone row is filled up where products are packed."""
     if head.is_packed and hidden.shape[:-1] == (1, 1):
@@ -396,13 +405,17 @@ class DecoderLayer(nn.Module):
     def set_mode(self, mode: LinearMode) -> None:
         """Take the form of the mode where there is one; the parts have their arithmetic already.
 
-        A form reads the parts' weights and never calls them, so one that does more than its weight says has none.
+        A form reads the parts' weights and never calls them. Where other processes have the rest of each product, the
+        only form is the one that has them summed.
         """
         parts = self.input_layernorm, self.self_attn, self.post_attention_layernorm, self.mlp
-        is_plain = type(self.self_attn.o_proj) is Linear and type(self.mlp.down_proj) is Linear
+        output = self.self_attn.o_proj
+        is_plain = type(output) is Linear and type(self.mlp.down_proj) is Linear
         self._flat = flatten(*parts) if mode == "packed" and is_plain else None
         self._native = native_layer(*parts) if mode in NATIVE_MODES and is_plain else None
-        self._fused = fuse(*parts) if mode == "fused" and is_plain else None
+        self._fused = fuse(*parts) if mode == "fused" and (is_plain or isinstance(output, SumsParts)) else None
+        if self._fused is not None and isinstance(output, SumsParts):
+            self._fused = self._fused._replace(total=output.total)
 
     @property
     def fused(self) -> FusedLayer | None:

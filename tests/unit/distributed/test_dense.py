@@ -52,13 +52,14 @@ CASES: dict[str, dict[str, Any]] = {
         "tensor_size": 2,
         "linear_mode": "plain",
     },
-    "shared, norms of one launch": {
+    "shared, fused": {
         "target": "qwen3",
         "drafter": "qwen3-dspark",
         "tensor_size": 2,
         "linear_mode": "fused",
     },
     "shared, biased": {"target": "biased", "tensor_size": 2},
+    "shared, biased, fused": {"target": "biased", "tensor_size": 2, "linear_mode": "fused"},
 }
 
 
@@ -194,9 +195,11 @@ def test_layers_whose_products_are_summed_have_no_form_that_skips_the_sum(mode: 
     for size in (1, 2):
         stage: Any = sharded_stage(contract, 0, 4, TensorGroup(0, size))
         set_linear_mode(stage.to(torch.bfloat16), mode)
-        forms = [form for layer in stage.layers for form in (layer._flat, layer._fused) if form is not None]
-        takes_form = mode == "fused" or stage.lm_head.is_packed
-        assert len(forms) == (4 if size == 1 and takes_form else 0)
+        flat = [layer._flat for layer in stage.layers if layer._flat is not None]
+        fused = [layer._fused for layer in stage.layers if layer._fused is not None]
+        assert len(flat) == (4 if size == 1 and stage.lm_head.is_packed and mode == "packed" else 0)
+        assert len(fused) == (4 if mode == "fused" else 0)
+        assert all((form.total is not None) == (size > 1) for form in fused)
 
 
 def test_a_tied_head_follows_its_table(dense: Path) -> None:

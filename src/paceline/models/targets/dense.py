@@ -16,6 +16,7 @@ from paceline.models.taps import TapCollector
 from paceline.models.targets.dense_stage import DenseStage
 from paceline.ops.embed_rows import embed_rows
 from paceline.ops.paged_attention import PagedAttend
+from paceline.ops.skinny_product import ScaledRows
 
 
 class DenseTarget(DenseStage):
@@ -74,11 +75,15 @@ class DenseTarget(DenseStage):
     def _forward_fused(
         self, token_ids_BT: Tensor, positions_BT: Tensor, attend: PagedAttend, taps: TapCollector | None
     ) -> Tensor:
-        embedding_VD, gain_D = self.embed_tokens.weight, self._fused[0].input_gain_D
-        rows, turns = embed_rows(
-            embedding_VD, token_ids_BT.flatten(), gain_D, self.position_table, positions_BT.flatten()
-        )
-        x = rows.x_TD.view(*token_ids_BT.shape, -1)
+        rows: ScaledRows | None = None
+        if type(self.embed_tokens) is nn.Embedding:
+            embedding_VD, gain_D = self.embed_tokens.weight, self._fused[0].input_gain_D
+            rows, turns = embed_rows(
+                embedding_VD, token_ids_BT.flatten(), gain_D, self.position_table, positions_BT.flatten()
+            )
+            x = rows.x_TD.view(*token_ids_BT.shape, -1)
+        else:  # rows of the table that others have
+            x, turns = self.embed_tokens(token_ids_BT), self.position_table[positions_BT.flatten()]
         if taps is not None:
             taps.observe(0, x)
         observe, is_kept = (None, None) if taps is None else (taps.observe, taps.wants)
