@@ -138,6 +138,8 @@ def _measured(
 
 
 def _cases(bench: Bench, shape: Shape, operation: str, batch: int, options: argparse.Namespace) -> Iterator[_Case]:
+    from paceline.ops import gated_activation
+
     rows = batch * ROWS_OF_REQUEST
     if operation == "norm":
         yield from _norms(bench, shape, rows)
@@ -150,7 +152,10 @@ def _cases(bench: Bench, shape: Shape, operation: str, batch: int, options: argp
     elif operation == "largest":
         yield from _largest(bench, shape, rows, is_swept=options.sweep)
     elif operation == "chain":
-        yield _chain(bench, shape, batch, options.context)
+        for order in (0, 1, 2) if options.sweep else (gated_activation._ORDER,):
+            with patch.object(gated_activation, "_ORDER", order):
+                name, calls, size, error = _chain(bench, shape, batch, options.context)
+                yield f"{name}, activations in order {order}", calls, size, error
     else:
         yield from _gate_up(bench, shape, batch, options.context)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from paceline.errors import ShapeError
+from paceline.ops import gated_activation as module
 from paceline.ops.gated_activation import (
     Activation,
     gated_activation,
@@ -94,3 +95,14 @@ def test_the_kernel_agrees_with_the_reference(
     exact = 3e-6 if kernel_device.type == "cpu" else 1e-5  # exp of a GPU, with logits up to 40
     tolerance = exact if dtype == torch.float32 else 2**-7  # the interpreter cuts down to bf16
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=1e-12)
+
+
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_the_order_of_programs_leaves_nothing_out(
+    kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch, order: int
+) -> None:
+    monkeypatch.setattr(module, "_ORDER", order)
+    monkeypatch.setattr(module, "_LARGEST_BLOCK", 16)
+    gate, up = torch.randn(5, 2 * 39).split(39, dim=-1)
+    found = gated_activation_triton(*(half.to(kernel_device) for half in (gate, up)), SILU).cpu()
+    torch.testing.assert_close(found, gated_activation_reference(gate, up, SILU), rtol=1e-5, atol=1e-6)
