@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.unit.models.conftest import positions_of, randomise, target_contract, tiny_target
+from tests.unit.models.test_fused_layer import Mixes
 from tests.unit.models.test_positions import CASES as ROPE_CASES
 from tests.unit.models.test_positions import hugging_face_keys
 from torch import Tensor, nn
@@ -190,3 +191,23 @@ def test_packed_mode_agrees_with_the_plain_one_for_one_row_and_for_several() -> 
         packed = target.logits(hidden)
         assert packed.shape == (1, num_rows, 61)
         torch.testing.assert_close(packed, plain, rtol=2**-4, atol=2**-4 * float(plain.abs().max()))
+
+
+@pytest.mark.parametrize("num_rows", [9, 70])  # in five launches a layer, and with the library's products
+@pytest.mark.parametrize("captures", [(0, 1, 2), (1,)])
+def test_taps_of_fused_layers_are_those_of_the_modules(num_rows: int, captures: tuple[int, ...]) -> None:
+    """With many rows layers add to the stream in place: a tap that they were not told of would hold a later stream."""
+    target = tiny_target(num_layers=2, max_position_embeddings=128).requires_grad_(False)
+    tokens = torch.randint(0, 61, (1, num_rows))
+    contract = target.contract
+    attend = Mixes((1, num_rows), contract.num_kv_heads, contract.head_size, torch.float32)
+    found = {}
+    for mode in ("plain", "fused"):
+        set_linear_mode(target, mode)  # type: ignore[arg-type]
+        taps = TapCollector([CaptureId(capture) for capture in captures])
+        with torch.inference_mode():
+            hidden = target(tokens, positions_of(tokens), attend, taps)
+        found[mode] = [*taps.collected(), hidden]
+    assert target._fused
+    for fused, plain in zip(found["fused"], found["plain"], strict=True):
+        torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-4)
