@@ -55,6 +55,15 @@ def poison_blocks(planes: Tensor, blocks: Sequence[int]) -> None:
     fill_blocks(planes, blocks, torch.nan)
 
 
+def are_poisoned(planes: Tensor, blocks: Sequence[int]) -> list[bool]:
+    """Whether each of some blocks still has the very bits of `poison_blocks`; another NaN would be somebody's."""
+    bits = planes.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[planes.itemsize])
+    poison = torch.full((1,), torch.nan, dtype=planes.dtype, device=planes.device).view(bits.dtype)
+    contents = bits.index_select(_BLOCKS, _ids(planes, blocks)).movedim(_BLOCKS, 0)
+    untouched: list[bool] = (contents == poison).flatten(1).all(dim=1).tolist()
+    return untouched
+
+
 def are_finite(planes: Tensor, blocks: Sequence[int]) -> bool:
     """Whether there is neither NaN nor infinity in blocks; waits for the device."""
     ids_N = _ids(planes, blocks)

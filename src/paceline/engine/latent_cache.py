@@ -13,6 +13,7 @@ from torch import Tensor
 from paceline.engine.block_contents import (
     allocate_planes,
     are_finite,
+    are_poisoned,
     checksums,
     copy_blocks,
     fill_blocks,
@@ -92,6 +93,10 @@ class LatentCache:
     def poison_blocks(self, blocks: Sequence[int]) -> None:
         """Fill blocks that nobody should read with NaN, for whoever looks for a reader."""
         poison_blocks(self.planes, blocks)
+
+    def are_poisoned(self, blocks: Sequence[int]) -> list[bool]:
+        """Whether nobody has written to each of some poisoned blocks; waits for the device."""
+        return are_poisoned(self.planes, blocks)
 
     def are_finite(self, blocks: Sequence[int]) -> bool:
         """Whether there is neither NaN nor infinity in blocks; waits for the device."""

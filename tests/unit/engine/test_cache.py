@@ -107,6 +107,9 @@ def test_blocks_are_cleared_poisoned_and_copied_whole() -> None:
     assert torch.equal(cache.planes[:, :, :, others], before[:, :, :, others])
     cache.poison_blocks([4])
     assert cache.planes[:, :, :, 4].isnan().all()
+    assert cache.are_poisoned([4]) == [True] and cache.are_poisoned([]) == []
+    cache.planes[0, 0, 0, 4, 0, 0].neg_()  # somebody else's NaN
+    assert cache.are_poisoned([5, 4]) == [False, False]
     cache.clear_blocks([6, 8])
     assert not cache.planes[:, :, :, [6, 8]].any()
     cache.clear_blocks([])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from typing import Any
@@ -55,13 +56,19 @@ def texts(results: list[RequestResult]) -> list[tuple[int, ...]]:
 # The text
 
 
+@functools.cache
+def plain_texts() -> tuple[list[list[int]], list[tuple[int, ...]]]:
+    """Prompts, and what the target alone writes behind them; it is the same one whatever drafts."""
+    prompts = tiny_prompts([5, 17, 9])
+    return prompts, texts(Engine(loaded()[0]).generate(prompts, GREEDY))
+
+
 @pytest.mark.parametrize("family", list(FAMILIES))
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 def test_greedy_text_is_the_same_in_every_mode(family: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made_up(monkeypatch, row_ms=0.5, draft_ms=0.2)
     target, drafter = loaded(drafter_family=family, **FAMILIES[family])
-    prompts = tiny_prompts([5, 17, 9])
-    plain = texts(Engine(target).generate(prompts, GREEDY))
+    prompts, plain = plain_texts()
     settings = {"max_num_seqs": 2, "draft_sample_method": method}
     for mode in ("off", "fixed", "adaptive"):
         engine = Engine(target, drafter, EngineSettings(draft_length=mode, **settings))

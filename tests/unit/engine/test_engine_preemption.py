@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import replace
 
@@ -20,27 +21,40 @@ from tests.unit.engine.serving_runs import (
 )
 
 import paceline.engine.batching as batching_module
-from paceline.engine.request import SamplingParameters
+from paceline.checkpoint.contract import DrafterFamily
+from paceline.engine.request import RequestResult, SamplingParameters
 from paceline.engine.structured import StructuredOutput
 from paceline.errors import ConfigError
+from paceline.models.loading import LoadedDrafter, LoadedTarget
 
 RULED = replace(SAMPLED, repetition_penalty=1.3, presence_penalty=0.5, bad_words=("a", "b"), min_tokens=5, logprobs=2)
 EACH = [GREEDY, SAMPLED, RULED, replace(RULED, temperature=0.0), replace(SAMPLED, draft_length="off")]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("prefix_cache", [True, False], ids=["cache", "no cache"])
-def test_preemption_at_any_step_leaves_tokens_and_drafts_alone(family: str, prefix_cache: bool) -> None:
-    """T7.6: requests of all kinds step back at random."""
+IN_PARTS = {"draft_sample_method": "probabilistic", "prefill_chunk_size": 16}
+
+
+@functools.cache
+def runs_of_each_kind_alone(
+    family: DrafterFamily,
+) -> tuple[LoadedTarget, LoadedDrafter, list[list[int]], list[RequestResult]]:
+    """Models, prompts, and what each gives in an engine of its own."""
     target, drafter = loaded(drafter_family=family)
     prompts = tiny_prompts([13, 20, 7, 31, 16])
-    settings = {"draft_sample_method": "probabilistic", "prefill_chunk_size": 16, "prefix_cache": prefix_cache}
     alone = [
-        checked(target, drafter, **settings).generate([prompt], sampling)[0]
+        checked(target, drafter, max_num_seqs=1, prefix_cache=False, **IN_PARTS).generate([prompt], sampling)[0]
         for prompt, sampling in zip(prompts, EACH, strict=True)
     ]
+    return target, drafter, prompts, alone
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("prefix_cache", [True, False], ids=["cache", "no cache"])
+def test_preemption_at_any_step_leaves_tokens_and_drafts_alone(family: DrafterFamily, prefix_cache: bool) -> None:
+    """T7.6: requests of all kinds step back at random."""
+    target, drafter, prompts, alone = runs_of_each_kind_alone(family)
     chance = random.Random(family)
-    engine = checked(target, drafter, max_num_seqs=4, **settings)
+    engine = checked(target, drafter, max_num_seqs=4, prefix_cache=prefix_cache, **IN_PARTS)
     names = [engine.add_request(prompt, sampling) for prompt, sampling in zip(prompts, EACH, strict=True)]
     deltas: dict[str, list[int]] = {name: [] for name in names}
     for _ in range(500):
@@ -100,15 +114,26 @@ def test_a_request_under_a_grammar_is_resumed_where_its_form_stands() -> None:
     assert found.num_preemptions > 10
 
 
+LONG = replace(GREEDY, max_tokens=60)
+
+
+@functools.cache
+def long_runs_alone() -> tuple[LoadedTarget, LoadedDrafter, list[list[int]], list[RequestResult]]:
+    """Models, prompts, and what each gives in an engine of its own."""
+    target, drafter = loaded()
+    prompts = tiny_prompts([40, 8, 33, 21, 17, 60])
+    alone = [
+        checked(target, drafter, max_num_seqs=1, prefix_cache=False).generate([prompt], LONG)[0] for prompt in prompts
+    ]
+    return target, drafter, prompts, alone
+
+
 @pytest.mark.parametrize("num_blocks", [20, 24, 40])
 def test_a_pool_for_less_than_all_serves_all(num_blocks: int) -> None:
     """Requests that fit alone, and not together, step back for each other; nobody notices, and nothing leaks."""
-    target, drafter = loaded()
-    prompts = tiny_prompts([40, 8, 33, 21, 17, 60])
-    sampling = replace(GREEDY, max_tokens=60)
-    alone = [checked(target, drafter, prefix_cache=False).generate([prompt], sampling)[0] for prompt in prompts]
+    target, drafter, prompts, alone = long_runs_alone()
     engine = checked(target, drafter, max_num_seqs=6, num_blocks=num_blocks)
-    names = [engine.add_request(prompt, sampling) for prompt in prompts]
+    names = [engine.add_request(prompt, LONG) for prompt in prompts]
     found = run(engine, names)
     for result, right in zip(found, alone, strict=True):
         assert same_run(result, right)
@@ -132,7 +157,7 @@ def test_survivors_of_cancelled_neighbours_in_a_tiny_pool_are_right(num_draft_to
     prompts = shared_prompts(16, [chance.randint(1, 20) for _ in range(8)])
     each = [replace(EACH[index % 3], max_tokens=20) for index in range(8)]
     plain = [
-        checked(target).generate([prompt], sampling)[0].token_ids
+        checked(target, max_num_seqs=1).generate([prompt], sampling)[0].token_ids
         for prompt, sampling in zip(prompts, each, strict=True)
     ]
     settings = {"num_draft_tokens": num_draft_tokens} if num_draft_tokens else {}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -393,16 +394,22 @@ def test_a_passes_repetition_is_no_fault(engine: SmallEngine) -> None:
     engine.run_pass({0: 3}, {0: 2})
 
 
+def noting(seen: list[int], look: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(cache: KeyValueCache, blocks: Sequence[int]) -> Any:
+        seen.extend(blocks)
+        return look(cache, blocks)
+
+    return noted
+
+
 def test_large_pools_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(invariants, "_SMALL_POOL", 8)
     monkeypatch.setattr(invariants, "_SAMPLE", 2)
     engine = SmallEngine()
     engine.admit(0, list(range(16)))
     seen: list[int] = []
-    honest = KeyValueCache.checksums
-    monkeypatch.setattr(
-        KeyValueCache, "checksums", lambda cache, blocks: (seen.extend(blocks), honest(cache, blocks))[1]
-    )
+    for name in ("checksums", "are_poisoned"):
+        monkeypatch.setattr(KeyValueCache, name, noting(seen, getattr(KeyValueCache, name)))
     engine.run_pass({0: 3}, {0: 1})
     assert len(seen) <= 2 * 2 * len(engine.caches)
     engine.caches[0].planes[:, :, :, engine.running[0].blocks[1]] = 1.0
