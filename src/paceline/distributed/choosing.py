@@ -24,7 +24,7 @@ from paceline.ops.sharded_top_k import LogitTransform, VocabularyShard, sharded_
 from paceline.ops.sharded_truncation import process_sharded_logits
 from paceline.ops.target_distribution import rows_are_greedy
 
-_AS_THEY_ARE = LogitTransform("softcap_then_scale")
+AS_THEY_ARE = LogitTransform("softcap_then_scale")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def choose_ids(
     # A rank whose numbers say nothing outbids the others, so that no rank takes the row for sound.
     is_void_R = row_is_bad(scores_RI) & ~(scores_RI.amax(-1) == -torch.inf)
     scores_RI = torch.where(is_void_R.unsqueeze(1), torch.inf, scores_RI)
-    best_R1, ids_R1 = sharded_top_k(scores_RI, 1, shard, transform=_AS_THEY_ARE, group=tensor.group)
+    best_R1, ids_R1 = sharded_top_k(scores_RI, 1, shard, transform=AS_THEY_ARE, group=tensor.group)
     best_R = best_R1[:, 0]
     return ids_R1[:, 0].masked_fill(~best_R.isfinite(), NO_TOKEN), best_R
 

@@ -213,9 +213,8 @@ class BlockProposer:
             step_B=block.steps_B,
             is_coupled=self._is_coupled,
         )
-        proposal = self._drafter.propose(
-            hidden_BKD, self._drafter.logits(hidden_BKD, self._target), block.anchors_B, sampling
-        )
+        logits_BKV = self._drafter.logits(hidden_BKD, self._target, num_read=self._drafter.num_read(sampling))
+        proposal = self._drafter.propose(hidden_BKD, logits_BKV, block.anchors_B, sampling)
         return proposal._replace(ids_BK=proposal.ids_BK.masked_fill(block.is_beyond_B.unsqueeze(1), NO_TOKEN))
 
     def _run_block(self, rows: Rows, block: BlockRows) -> Tensor:

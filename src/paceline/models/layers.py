@@ -160,6 +160,15 @@ class Linear(Block):
 
 
 @runtime_checkable
+class GivesBestScores(Protocol):
+    """An output head of which other processes have the rest."""
+
+    def best_scores(self, hidden: Tensor, num_best: int) -> Tensor:
+        """The best scores of all ids, those of others as -inf, [..., D] to [..., V]; of equal ones the lowest ids."""
+        ...
+
+
+@runtime_checkable
 class SumsParts(Protocol):
     """A product of which other processes have the rest."""
 

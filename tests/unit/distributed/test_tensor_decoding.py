@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from tests.tiny import tiny_target, wrap_target
 from tests.tiny_run import write_drafter, write_target_folder
 from tests.unit.distributed.spread import CPU, HelpedOnRank, decode, settings
@@ -16,6 +17,7 @@ from tests.unit.distributed.spread import REQUESTS as ANY_REQUESTS
 from tests.unit.training.processes import run_ranks, values
 
 from paceline.checkpoint.contract import TargetLayerId
+from paceline.distributed.mesh import Layout, Mesh
 from paceline.distributed.opening import open_target
 from paceline.distributed.sharding import ShardedHead
 from paceline.distributed.tensor_decoding import TensorDecoder
@@ -88,6 +90,7 @@ def on_rank(ranks: Ranks, folder: Path, scripts: Any) -> dict[str, Any]:
             found[family] = run(world, folder, family, scripts)
     with recording(fails=ranks.rank == 1):
         found["one cannot record"] = run(world, folder, "dflash", scripts)
+    found["head"] = best_scores(world)
     propose = BlockProposer.propose
 
     def others(self: BlockProposer, *arguments: Any, **options: Any) -> Any:
@@ -99,6 +102,18 @@ def on_rank(ranks: Ranks, folder: Path, scripts: Any) -> dict[str, Any]:
         with patch.object(ToldDrafts, "propose", lambda self, *args, **options: self._inner.propose(*args, **options)):
             found["and are not told"] = drafts_of(world, folder)
     return found
+
+
+def best_scores(world: World) -> dict[Any, Any]:
+    """Of whole numbers, so that many are equal; the second rank has fewer ids than the first."""
+    contract = tiny_target(vocab_size=301).contract
+    head = ShardedHead(contract, Mesh.of(world, Layout((), 2), contract.num_layers).tensor)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randint(-1, 2, (302, contract.hidden_size), generator=generator).float()
+    hidden = torch.randint(-1, 2, (2, 3, contract.hidden_size), generator=generator).float()
+    with torch.no_grad():
+        head.weight.copy_(weight[151 * world.rank :][: head.shard.num_rows])
+        return {"whole": head(hidden), **{number: head.best_scores(hidden, number) for number in (1, 5, 200)}}
 
 
 def drafts_of(world: World, folder: Path) -> list[list[int]]:
@@ -148,10 +163,19 @@ def test_recorded_steps_over_two_ranks_give_the_text_of_one(family: str, ranks: 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_step_gathers_no_whole_logits_to_judge(family: str, ranks: Found) -> None:
-    """A drafter that borrows the head asks for them; verification does not, truncated requests included."""
-    num_whole, num_steps = ranks[0][family]["num_whole"], ranks[0][family]["num_steps"]
-    assert num_whole == 0 if family in ("plain", "eagle3") else 0 < num_whole <= num_steps + len(ANY_REQUESTS)
+def test_steps_gather_no_whole_logits(family: str, ranks: Found) -> None:
+    """Neither to verify, truncated requests included, nor to draft with a borrowed head."""
+    assert ranks[0][family]["num_whole"] == 0
+
+
+@pytest.mark.parametrize("num_best", [1, 5, 200])
+def test_the_best_scores_of_a_head_in_parts_are_those_of_the_whole(num_best: int, ranks: Found) -> None:
+    for rank in ranks:
+        whole, best = rank["head"]["whole"], rank["head"][num_best]
+        assert torch.equal(best.isfinite().sum(-1), torch.full((2, 3), num_best))
+        order = (-whole).argsort(dim=-1, stable=True)[..., :num_best]  # of equal ones the lowest ids
+        expected = torch.full_like(whole, -torch.inf).scatter(-1, order, whole.gather(-1, order))
+        assert torch.equal(best, expected)
 
 
 def test_what_one_rank_cannot_record_runs_unrecorded_on_all(ranks: Found, alone: Any) -> None:

@@ -62,9 +62,19 @@ class BlockDrafter(nn.Module):
         """The rows whose outputs are sampled, [..., Q, D] to [..., K, D]."""
         return hidden_BQD[..., self.contract.first_predicted_row :, :]
 
-    def logits(self, hidden: Tensor, target: Lender) -> Tensor:
-        """Draft scores of predicted rows before anything that couples positions, [..., D] to [..., V]."""
-        return self.vocabulary.logits(hidden, target)
+    def logits(self, hidden: Tensor, target: Lender, *, num_read: int | None = None) -> Tensor:
+        """Draft scores of predicted rows before anything that couples positions, [..., D] to [..., V].
+
+        Args:
+            hidden: predicted rows.
+            target: lends its head where the drafter has none.
+            num_read: how many of a row's best will be looked at; None is all.
+        """
+        return self.vocabulary.logits(hidden, target, num_read=num_read)
+
+    def num_read(self, sampling: DraftSampling) -> int | None:
+        """How many of a row's best scores `propose` looks at; None is all of them."""
+        return None
 
     @abstractmethod
     def propose(

@@ -34,6 +34,10 @@ class DFlashDrafter(BlockDrafter):
             )
         super().__init__(contract, max_positions=max_positions)
 
+    def num_read(self, sampling: DraftSampling) -> int | None:
+        """The best one, or those that are drawn from."""
+        return 1 if sampling.method == "greedy" else self.num_candidates
+
     def propose(
         self, hidden_BKD: Tensor, logits_BKV: Tensor, anchor_ids_B: Tensor, sampling: DraftSampling
     ) -> Proposal:

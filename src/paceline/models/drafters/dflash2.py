@@ -80,6 +80,10 @@ class DFlash2Drafter(BlockDrafter):
         """The selector's candidates: every other id has probability 0."""
         return min(self.candidate_selector.top_k, self.contract.draft_vocab_size)
 
+    def num_read(self, sampling: DraftSampling) -> int | None:
+        """The selector's candidates."""
+        return self.num_candidates
+
     def propose(
         self, hidden_BKD: Tensor, logits_BKV: Tensor, anchor_ids_B: Tensor, sampling: DraftSampling
     ) -> Proposal:

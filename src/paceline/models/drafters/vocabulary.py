@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.contract import DrafterContract
-from paceline.models.layers import Linear, score_rows
+from paceline.models.layers import GivesBestScores, Linear, score_rows
 
 
 class Lender(Protocol):
@@ -59,8 +59,19 @@ class DraftVocabulary(nn.Module):
         scale = self.contract.input_embedding_scale
         return rows if scale == 1.0 else rows * scale
 
-    def logits(self, hidden: Tensor, target: Lender) -> Tensor:
-        """Draft scores of hidden rows, [..., D] to [..., V]: head, then multiplier, then soft-cap."""
+    def logits(self, hidden: Tensor, target: Lender, *, num_read: int | None = None) -> Tensor:
+        """Draft scores of hidden rows, [..., D] to [..., V]: head, then multiplier, then soft-cap.
+
+        Args:
+            hidden: rows behind the final norm.
+            target: lends its head where the drafter has none.
+            num_read: how many of a row's best scores somebody will look at. Of a head that is split over processes no
+                more is asked for, and the others come as -inf; None is all of them.
+        """
+        head = getattr(target, "lm_head", None)
+        is_some = self.lm_head is None and num_read is not None and self.contract.final_logit_softcapping is None
+        if is_some and num_read is not None and isinstance(head, GivesBestScores):
+            return self.transform(head.best_scores(hidden, num_read))
         return self.transform(target.logits(hidden) if self.lm_head is None else score_rows(self.lm_head, hidden))
 
     def transform(self, head_logits: Tensor) -> Tensor:
