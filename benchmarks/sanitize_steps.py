@@ -31,6 +31,7 @@ from paceline.ops.finalise_block import Verdict
 from paceline.ops.largest_ids import largest_ids_reference, largest_ids_triton
 from paceline.ops.slot_columns import FIRST_STOP, IS_ALIVE, LIMIT, NUM_FRACTIONS, NUM_WHOLE, SlotColumns
 from paceline.ops.step_rows import CacheCells, WaitingDrafts, step_rows_reference, step_rows_triton
+from paceline.ops.stop_row import row_masses_reference, row_masses_triton, stop_noise_reference, stop_noise_triton
 from paceline.ops.store_drafts import store_drafts_reference, store_drafts_triton
 from paceline.ops.table_rows import table_rows_reference, table_rows_triton
 from paceline.ops.target_distribution import temper_logits_reference, temper_logits_triton
@@ -42,7 +43,20 @@ _SLOTS, _DRAFTS, _CANDIDATES, _VOCABULARY = 5, 4, 3, 50  # the last slot is the 
 
 def step_cases(device: torch.device) -> Iterator[Case]:
     """All cases of a step's ends."""
-    for make in (_rows, _blocks, _commits, _stores, _chances, _noise, _tempered, _draws, _best, _largest, _cells):
+    for make in (
+        _rows,
+        _blocks,
+        _commits,
+        _stores,
+        _chances,
+        _stops,
+        _noise,
+        _tempered,
+        _draws,
+        _best,
+        _largest,
+        _cells,
+    ):
         yield from make(device)
 
 
@@ -138,6 +152,21 @@ def _chances(device: torch.device) -> Iterator[Case]:
         arguments = (sums, known, coefficients, _slots(device), ids, torch.tensor([0, 3, 1], device=device), teaches)
         both = (observe_drafts_reference, observe_drafts_triton)
         yield f"observe_drafts, {name}", partial(compared, *both, arguments, 1e-5)
+
+
+def _stops(device: torch.device) -> Iterator[Case]:
+    temperature, keys = torch.tensor([0.0, 0.7, 1.0], device=device), torch.tensor([5, 8, 9], device=device)
+    accepted = torch.tensor([1, 0, 2], device=device)  # 2 is the bonus row
+    shape = (3, 2, _CANDIDATES)
+    ids, log_q = torch.randint(_VOCABULARY, shape, device=device), random(device, *shape)
+    for dtype, allowed in dtypes(device):
+        logits = random(device, 3, 3, 4100, dtype=dtype)
+        masses = [partial(run, is_tempered=False) for run in (row_masses_reference, row_masses_triton)]
+        yield f"row_masses, {dtype}", partial(compared, *masses, (logits, temperature), allowed)
+        warm = temperature + 0.3  # greedy requests draw nothing: -inf, which has no distance
+        arguments = (logits, accepted, ids, log_q, warm, keys, keys + 11)
+        noisy = [partial(run, is_tempered=False) for run in (stop_noise_reference, stop_noise_triton)]
+        yield f"stop_noise, {dtype}", partial(compared, *noisy, arguments, allowed)
 
 
 def _noise(device: torch.device) -> Iterator[Case]:

@@ -38,6 +38,11 @@ class SamplingFlags:
     num_processed_logprobs: int | None = None
 
     @property
+    def truncates(self) -> bool:
+        """A sampled request leaves tokens out."""
+        return self.max_top_k > 0 or self.any_top_p or self.any_min_p
+
+    @property
     def any_rules(self) -> bool:
         """A request has rules on tokens."""
         return self.any_allowed_ids or self.any_bias or self.any_min_tokens or self.any_penalties or self.any_bad_words

@@ -61,6 +61,7 @@ def judge(
         rows: settings and step counters of these slots, where they were looked up already.
     """
     settings = state.sampling_rows(slots_B) if rows is None else rows.sampling
+    is_temperature_left = not flags.truncates and flags.num_processed_logprobs is None
     logits = target_logits(
         logits_BLV,
         proposal.ids_BK,
@@ -74,6 +75,7 @@ def judge(
         max_top_k=flags.max_top_k,
         any_top_p=flags.any_top_p,
         any_min_p=flags.any_min_p,
+        is_temperature_left=is_temperature_left,
     )
     verified = verify_block(
         proposal.ids_BK,
@@ -86,6 +88,7 @@ def judge(
         log_q_BKC=proposal.log_q_BKC,
         method=method,
         all_greedy=flags.all_greedy,
+        is_tempered=not is_temperature_left,
     )
     return JudgedBlock(verified, logits)
 

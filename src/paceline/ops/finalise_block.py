@@ -278,6 +278,7 @@ def finalise_block_triton(
     method: VerifyMethod,
     *,
     all_greedy: bool = False,
+    is_tempered: bool = True,
 ) -> Verdict:
     """Launch one program per request.
 
@@ -292,6 +293,7 @@ def finalise_block_triton(
         step_B: int64.
         method: of verification.
         all_greedy: every request is greedy, whatever the temperatures say.
+        is_tempered: nothing of the logits is left to be divided; has to be so for `block`.
     """
     if method != "block":
         settings = (temperature_B, seed_B, anchor_position_B, step_B)
@@ -305,8 +307,10 @@ def finalise_block_triton(
                 *settings,
                 judges_by_ratio=reads_q(method),
                 all_greedy=all_greedy,
+                is_tempered=is_tempered,
             )
         )
+    assert is_tempered, "`block` reads logits as they are"
     num_requests, num_rows, vocab_size = processed_BLV.shape
     num_tiles, num_candidates = tiles.best_BLS.shape[2], candidates.ids_BKC.shape[2]
     verdict = torch.empty(4, num_requests, dtype=torch.int64, device=processed_BLV.device)

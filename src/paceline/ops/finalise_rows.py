@@ -3,7 +3,8 @@
 Only `block` has to walk: whether it keeps a draft depends on those before it. For greedy, standard, match and coupled
 the kept drafts are those before the first row that refuses, so rows are joined, judged and searched in parallel, and
 the draw at the row that stopped is picked out of what was loaded already. One program waits for memory three times, not
-for every row.
+for every row. Where noise is made for the stop row alone (`stop_row.py`), the kernel runs twice: it finds that row, and
+later it draws.
 
 B requests, K drafts, L = K + 1 rows, C candidates, V vocabulary, S tiles of a row.
 """
@@ -17,7 +18,8 @@ from paceline.ops import noise
 from paceline.ops.acceptance import GivenCandidates, residual_weights
 from paceline.ops.dispatch import kernel, tl, triton
 from paceline.ops.noise import gumbel_of_token, key_state, uniform_of_token
-from paceline.ops.target_distribution import GREEDY_BELOW
+from paceline.ops.stop_row import RowMasses, StopNoise
+from paceline.ops.target_distribution import GREEDY_BELOW, LOWEST_TEMPERATURE, tempered
 from paceline.ops.vocab_statistics import VocabStatistics
 
 _FEW_NUMBERS = 2048  # of one statistic, for four warps
@@ -52,20 +54,26 @@ def _finalise_rows_kernel(
     verdict_ptr: tl.tensor,
     num_requests: tl.tensor,
     num_tiles: tl.tensor,
+    num_stop_tiles: tl.tensor,
     num_candidates: tl.tensor,
     vocab_size: tl.tensor,
     NUM_ROWS: tl.constexpr,
     GREEDY_BELOW: tl.constexpr,
+    LOWEST: tl.constexpr,
+    IS_TEMPERED: tl.constexpr,
     READS_Q: tl.constexpr,
+    IS_DRAW: tl.constexpr,
     HAS_LOG_Q: tl.constexpr,
     ALL_GREEDY: tl.constexpr,
     ACCEPT: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
+    STOP_TILES: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ) -> None:
     request = tl.program_id(0).to(tl.int64)
-    is_greedy = (tl.load(temperature_ptr + request) < GREEDY_BELOW) | ALL_GREEDY
+    temperature = tl.load(temperature_ptr + request)
+    is_greedy = (temperature < GREEDY_BELOW) | ALL_GREEDY
     row = tl.arange(0, ROWS)
     flat = request * NUM_ROWS + row
     tile = tl.arange(0, TILES)
@@ -82,7 +90,7 @@ def _finalise_rows_kernel(
     best_ids = tl.load(best_id_ptr + at, mask=is_tile, other=0)
     best_id = _lowest_id(is_tile & (best == row_best[:, None]), best_ids)
     row_noisy, noisy_id = row_best, best_id
-    if not ALL_GREEDY:
+    if (not ALL_GREEDY) and (IS_DRAW and STOP_TILES == 0):
         noisy = tl.load(noisy_ptr + at, mask=is_tile, other=float("-inf"))
         row_noisy = tl.max(noisy, axis=1)
         noisy_ids = tl.load(noisy_id_ptr + at, mask=is_tile, other=0)
@@ -113,6 +121,9 @@ def _finalise_rows_kernel(
         logits_at = logits_ptr + flat[:, None] * vocab_size + ids
         logits = tl.load(logits_at, mask=is_read, other=float("-inf")).to(tl.float32)
         drafted = tl.load(logits_ptr + flat * vocab_size + draft, mask=is_judged, other=0.0).to(tl.float32)
+        if not IS_TEMPERED:
+            logits = tempered(logits, temperature, GREEDY_BELOW, LOWEST)
+            drafted = tempered(drafted, temperature, GREEDY_BELOW, LOWEST)
 
         is_drafted = (ids == draft[:, None]) & (ids >= 0) & (log_q == log_q)
         draft_log_q = tl.max(tl.where(is_drafted, log_q, float("-inf")), axis=1)
@@ -125,29 +136,39 @@ def _finalise_rows_kernel(
         keeps = tl.where(is_greedy, keeps, passes)
 
     accepted = tl.min(tl.where(keeps, NUM_ROWS - 1, tl.minimum(row, NUM_ROWS - 1)), axis=0)
-    is_stop = row == accepted
-    stop_fault = _at(fault, is_stop)
-    bonus_id = tl.where(is_greedy, _at(best_id, is_stop), _at(noisy_id, is_stop))
-    if READS_Q:
-        ids, log_q, logits = _at(ids, is_stop[:, None]), _at(log_q, is_stop[:, None]), _at(logits, is_stop[:, None])
-        stop_noisy, stop_mass = _at(row_noisy, is_stop), _at(log_mass, is_stop)
-        gumbel = gumbel_of_token(key_state(seed, position + accepted, 0), ids)
-        residual = residual_weights(logits - stop_mass, log_q) + stop_mass
-        is_left = (tl.max(residual, axis=0) > float("-inf")) | (stop_noisy > float("-inf"))
-        is_refusal = _at(tl.where(draft >= 0, 1, 0), is_stop) > 0
-        weights = tl.where(is_refusal & is_left, residual, logits) + gumbel
-        noisiest = tl.maximum(stop_noisy, tl.max(weights, axis=0))
-        drawn_id = tl.min(tl.where((ids >= 0) & (weights == noisiest), ids, 0x7FFF_FFFF_FFFF_FFFF), axis=0)
-        drawn_id = tl.minimum(drawn_id, tl.where(stop_noisy == noisiest, bonus_id, 0x7FFF_FFFF_FFFF_FFFF))
-        bonus_id = tl.where(is_greedy, bonus_id, drawn_id)
     tl.store(verdict_ptr + request, accepted)
-    tl.store(verdict_ptr + num_requests + request, tl.where(stop_fault == 0, bonus_id, -1))
-    tl.store(verdict_ptr + 2 * num_requests + request, stop_fault)
-    tl.store(verdict_ptr + 3 * num_requests + request, num_zero_q)
+    if IS_DRAW:
+        is_stop = row == accepted
+        stop_fault = _at(fault, is_stop)
+        stop_noisy, own_id = _at(row_noisy, is_stop), _at(noisy_id, is_stop)
+        if STOP_TILES > 0:
+            stop_tile = tl.arange(0, STOP_TILES)
+            stop_at, is_tile_of_stop = request * num_stop_tiles + stop_tile, stop_tile < num_stop_tiles
+            noisy_of_stop = tl.load(noisy_ptr + stop_at, mask=is_tile_of_stop, other=float("-inf"))
+            ids_of_stop = tl.load(noisy_id_ptr + stop_at, mask=is_tile_of_stop, other=0)
+            stop_noisy = tl.max(noisy_of_stop, axis=0)
+            is_noisiest = is_tile_of_stop & (noisy_of_stop == stop_noisy)
+            own_id = tl.min(tl.where(is_noisiest, ids_of_stop, 0x7FFF_FFFF_FFFF_FFFF), axis=0)
+        bonus_id = tl.where(is_greedy, _at(best_id, is_stop), own_id)
+        if READS_Q:
+            ids, log_q, logits = _at(ids, is_stop[:, None]), _at(log_q, is_stop[:, None]), _at(logits, is_stop[:, None])
+            stop_mass = _at(log_mass, is_stop)
+            gumbel = gumbel_of_token(key_state(seed, position + accepted, 0), ids)
+            residual = residual_weights(logits - stop_mass, log_q) + stop_mass
+            is_left = (tl.max(residual, axis=0) > float("-inf")) | (stop_noisy > float("-inf"))
+            is_refusal = _at(tl.where(draft >= 0, 1, 0), is_stop) > 0
+            weights = tl.where(is_refusal & is_left, residual, logits) + gumbel
+            noisiest = tl.maximum(stop_noisy, tl.max(weights, axis=0))
+            drawn_id = tl.min(tl.where((ids >= 0) & (weights == noisiest), ids, 0x7FFF_FFFF_FFFF_FFFF), axis=0)
+            drawn_id = tl.minimum(drawn_id, tl.where(stop_noisy == noisiest, own_id, 0x7FFF_FFFF_FFFF_FFFF))
+            bonus_id = tl.where(is_greedy, bonus_id, drawn_id)
+        tl.store(verdict_ptr + num_requests + request, tl.where(stop_fault == 0, bonus_id, -1))
+        tl.store(verdict_ptr + 2 * num_requests + request, stop_fault)
+        tl.store(verdict_ptr + 3 * num_requests + request, num_zero_q)
 
 
 def finalise_rows_triton(
-    tiles: VocabStatistics,
+    tiles: VocabStatistics | RowMasses,
     draft_ids_BK: Tensor,
     processed_BLV: Tensor,
     candidates: GivenCandidates,
@@ -157,12 +178,15 @@ def finalise_rows_triton(
     step_B: Tensor,
     *,
     judges_by_ratio: bool,
-    all_greedy: bool,
+    all_greedy: bool = False,
+    is_tempered: bool = True,
+    stop_noise: StopNoise | None = None,
 ) -> Tensor:
     """Launch one program per request; int64 [4, B], the parts of a `Verdict`.
 
     Args:
-        tiles: statistics of the rows, made with the same candidates.
+        tiles: statistics of the rows, made with the same candidates; masses alone, for `standard`, draw with noise of
+            the stop rows, and without that only the kept drafts are counted, and the other parts mean nothing.
         draft_ids_BK: int64, -1 ends a block.
         processed_BLV: float logits that the statistics are of.
         candidates: the drafter's support at each position; none where rows are judged by equality.
@@ -172,8 +196,18 @@ def finalise_rows_triton(
         step_B: int64.
         judges_by_ratio: `standard`; else drafts are compared with the rows' own draws.
         all_greedy: every request is greedy, whatever the temperatures say.
+        is_tempered: nothing of the logits is left to be divided.
+        stop_noise: of the rows that stopped.
     """
     num_requests, num_rows, vocab_size = processed_BLV.shape
+    has_masses_alone = isinstance(tiles, RowMasses)
+    assert judges_by_ratio or not has_masses_alone, "draws of every row need noise of every row"
+    noisy, noisy_ids = tiles.best_BLS, tiles.best_ids_BLS
+    if isinstance(tiles, VocabStatistics):
+        noisy, noisy_ids = tiles.noisy_BLS, tiles.noisy_ids_BLS
+    elif stop_noise is not None:
+        noisy, noisy_ids = stop_noise
+    num_stop_tiles = 0 if stop_noise is None else stop_noise.noisy_BS.shape[1]
     num_tiles, num_candidates = tiles.best_BLS.shape[2], candidates.ids_BKC.shape[2]
     rows, tile_lanes = triton.next_power_of_2(num_rows), triton.next_power_of_2(num_tiles)
     verdict = torch.empty(4, num_requests, dtype=torch.int64, device=processed_BLV.device)
@@ -182,8 +216,8 @@ def finalise_rows_triton(
             tiles.best_BLS.contiguous(),
             tiles.best_ids_BLS.contiguous(),
             tiles.mass_BLS.contiguous(),
-            tiles.noisy_BLS.contiguous(),
-            tiles.noisy_ids_BLS.contiguous(),
+            noisy.contiguous(),
+            noisy_ids.contiguous(),
             draft_ids_BK.contiguous(),
             processed_BLV.contiguous(),
             candidates.ids_BKC.contiguous(),
@@ -195,16 +229,21 @@ def finalise_rows_triton(
             verdict,
             num_requests,
             num_tiles,
+            num_stop_tiles,
             num_candidates,
             vocab_size,
             NUM_ROWS=num_rows,
             GREEDY_BELOW=GREEDY_BELOW,
+            LOWEST=LOWEST_TEMPERATURE,
+            IS_TEMPERED=is_tempered,
             READS_Q=judges_by_ratio,
+            IS_DRAW=stop_noise is not None or not has_masses_alone,
             HAS_LOG_Q=candidates.log_q_BKC is not None,
             ALL_GREEDY=all_greedy,
             ACCEPT=noise.ACCEPT,
             ROWS=rows,
             TILES=tile_lanes,
+            STOP_TILES=0 if stop_noise is None else triton.next_power_of_2(num_stop_tiles),
             CANDIDATES=triton.next_power_of_2(max(1, num_candidates)),
             num_warps=4 if rows * tile_lanes <= _FEW_NUMBERS else 8,
         )

@@ -61,6 +61,16 @@ def temper_logits_reference(logits_BLV: Tensor, temperature_B: Tensor) -> Tensor
 
 
 @kernel
+def tempered(logits: tl.tensor, temperature: tl.tensor, GREEDY_BELOW: tl.constexpr, LOWEST: tl.constexpr) -> tl.tensor:
+    """In a kernel: float32 logits of one request, divided by its temperature."""
+    temperature = temperature.to(tl.float32)
+    divisor = tl.where(temperature < GREEDY_BELOW, 1.0, tl.maximum(temperature, LOWEST))
+    if divisor != 1.0:
+        logits = tl.div_rn(logits, divisor)
+    return logits
+
+
+@kernel
 def _temper_logits_kernel(
     logits_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
@@ -72,12 +82,11 @@ def _temper_logits_kernel(
     TILE: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperature_ptr + row // num_rows).to(tl.float32)
-    divisor = tl.where(temperature < GREEDY_BELOW, 1.0, tl.maximum(temperature, LOWEST))
     ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_inside = ids < vocab_size
     logits = tl.load(logits_ptr + row * vocab_size + ids, mask=is_inside, other=0.0).to(tl.float32)
-    tl.store(tempered_ptr + row * vocab_size + ids, tl.div_rn(logits, divisor), mask=is_inside)
+    logits = tempered(logits, tl.load(temperature_ptr + row // num_rows), GREEDY_BELOW, LOWEST)
+    tl.store(tempered_ptr + row * vocab_size + ids, logits, mask=is_inside)
 
 
 def temper_logits_triton(logits_BLV: Tensor, temperature_B: Tensor) -> Tensor:
@@ -118,7 +127,8 @@ class TargetLogits(NamedTuple):
         raw_BLV: with the grammar mask in them, in float32; where no request has one, the logits that were given. Their
             log-softmax gives raw log-probabilities.
         processed_BLV: their softmax is what is sampled from; their argmax is what greedy rows take. float32, or the
-            logits that were given where no request of the batch asked for anything.
+            logits that were given where no request of the batch asked for anything. Where temperature was left to
+            whoever reads them, they are still to be divided.
     """
 
     raw_BLV: Tensor
@@ -139,6 +149,7 @@ def target_logits(
     max_top_k: int | None = None,
     any_top_p: bool = True,
     any_min_p: bool = True,
+    is_temperature_left: bool = False,
     max_chunk_bytes: int = MAX_CHUNK_BYTES,
 ) -> TargetLogits:
     """Turn the rows of a block into the logits of the distributions that verification and sampling use.
@@ -156,6 +167,7 @@ def target_logits(
         max_top_k: the largest entry of `top_k_B`, None when unknown.
         any_top_p: some request may have top_p below 1.
         any_min_p: some request may have min_p above 0.
+        is_temperature_left: whoever reads the processed logits divides them; not beside truncation, which reads them.
         max_chunk_bytes: bound on a float32 copy of the logits that are worked on at a time; chunks hold whole requests.
 
     Raises:
@@ -164,6 +176,7 @@ def target_logits(
     num_rows = logits_BLV.shape[1]
 
     truncates = max_top_k is None or max_top_k > 0 or any_top_p or any_min_p
+    assert not (truncates and is_temperature_left), "truncation looks at probabilities"
 
     def of_chunk(requests: slice) -> TargetLogits:
         ruled = apply_token_rules(
@@ -187,7 +200,7 @@ def target_logits(
         )
         return TargetLogits(ruled.raw_BLV, processed_RV.view(ruled.ruled_BLV.shape))
 
-    if all_greedy:
+    if all_greedy or is_temperature_left:
         return TargetLogits(
             *apply_token_rules(logits_BLV, draft_ids_BK, anchor_position_B, rules, max_chunk_bytes=max_chunk_bytes)
         )

@@ -18,13 +18,15 @@ are match and coupled, which never look at q. Which drafts exist may depend on t
 drafts themselves: one that a grammar forbids has to be judged (its p is 0), only those behind it may become -1.
 
 The reference makes noise and residual for the one stop row of each request where the method allows it. Kernels read the
-logits once (`vocab_statistics`) and finish per request (`finalise_block`). Nothing here reads a tensor value on the
-host, so the whole op can sit in a CUDA graph.
+logits once (`vocab_statistics`) and finish per request (`finalise_block`); with many rows `standard` finds the stop
+rows first and makes noise for these alone (`stop_row`). Nothing here reads a tensor value on the host, so the whole op
+can sit in a CUDA graph.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,12 +36,16 @@ from paceline.ops import acceptance, noise
 from paceline.ops.acceptance import VERIFY_METHODS, RowsBehind, VerifyMethod, at_row, is_lossless
 from paceline.ops.dispatch import choose, needs_gradient
 from paceline.ops.finalise_block import SOUND, Verdict, fault_of_rows, finalise_block_triton
+from paceline.ops.finalise_rows import finalise_rows_triton
 from paceline.ops.native import choices as native
 from paceline.ops.native.rows import can_run
 from paceline.ops.sample_tokens import NO_TOKEN, pick_largest
-from paceline.ops.target_distribution import rows_are_greedy
+from paceline.ops.stop_row import row_masses_triton, stop_noise_triton
+from paceline.ops.target_distribution import rows_are_greedy, temper_logits_reference, temper_logits_triton
 from paceline.ops.token_rules import MAX_CHUNK_BYTES, request_chunks
 from paceline.ops.vocab_statistics import vocab_statistics_triton
+
+_MANY_ROWS = 64  # from here on noise of rows whose draw nobody takes costs more than two launches
 
 __all__ = ["VERIFY_METHODS", "VerifiedBlock", "VerifyMethod", "is_lossless", "verify_block"]
 
@@ -84,13 +90,14 @@ def verify_block(
     log_q_BKC: Tensor | None = None,
     method: VerifyMethod = "standard",
     all_greedy: bool = False,
+    is_tempered: bool = True,
 ) -> VerifiedBlock:
     """Count each request's accepted drafts and draw the target's own token after them.
 
     Args:
         draft_ids_BK: int64 proposals, the anchor is not among them; -1 ends a request's block early.
         processed_BLV: float logits from `process_logits` (raw for greedy rows); row i scores draft i, row K the bonus.
-        temperature_B: float; below 1e-5 the request is greedy. It is not applied again.
+        temperature_B: float; below 1e-5 the request is greedy.
         seed_B: int64 request seeds.
         anchor_position_B: int64 absolute position of the anchor.
         step_B: int64 step counter of the request, the one its drafts were drawn with.
@@ -100,6 +107,7 @@ def verify_block(
             is one candidate with 0 and the rest -inf.
         method: of sampled requests; "match" and "coupled" do not look at q. All are lossless, see `is_lossless`.
         all_greedy: every request is greedy (the host knows); costs one argmax over the logits.
+        is_tempered: temperatures are applied already; else the logits are divided here, as `temper_logits` does.
 
     Returns:
         A VerifiedBlock of device tensors.
@@ -113,7 +121,7 @@ def verify_block(
         judge = choose("verify_greedily", processed_BLV, verify_greedily_reference, verify_greedily_triton)
         return judge(draft_ids_BK, processed_BLV, *settings)
     run = choose("verify_block", processed_BLV, verify_block_reference, verify_block_triton)
-    return run(draft_ids_BK, processed_BLV, candidate_ids_BKC, log_q_BKC, *settings, method)
+    return run(draft_ids_BK, processed_BLV, candidate_ids_BKC, log_q_BKC, *settings, method, is_tempered)
 
 
 def verify_block_reference(
@@ -126,8 +134,11 @@ def verify_block_reference(
     anchor_position_B: Tensor,
     step_B: Tensor,
     method: VerifyMethod,
+    is_tempered: bool = True,
 ) -> VerifiedBlock:
     """The definition: acceptance on the drafts' own logits, then one draw over the vocabulary at each stop row."""
+    if not is_tempered:
+        processed_BLV = temper_logits_reference(processed_BLV, temperature_B)
     best_BL, argmax_ids_BL = processed_BLV.max(dim=-1)
     fault_BL = fault_of_rows(best_BL)
     is_greedy_B = rows_are_greedy(temperature_B)
@@ -173,17 +184,41 @@ def verify_block_triton(
     anchor_position_B: Tensor,
     step_B: Tensor,
     method: VerifyMethod,
+    is_tempered: bool = True,
 ) -> VerifiedBlock:
-    """Two kernels, called as the reference is; equal to it but for near-ties, see `finalise_block`."""
+    """Two kernels, or four, called as the reference is; equal to it but for near-ties, see `finalise_block`."""
     if not acceptance.reads_q(method):  # no id is left out of the rows' own draws
         candidates = acceptance.GivenCandidates(draft_ids_BK.new_empty(*draft_ids_BK.shape, 0), None)
     elif candidate_ids_BKC is None:
         candidates = acceptance.GivenCandidates(draft_ids_BK.unsqueeze(2), None)
     else:
         candidates = acceptance.GivenCandidates(candidate_ids_BKC, log_q_BKC)
+    if method == "block" and not is_tempered:
+        processed_BLV, is_tempered = temper_logits_triton(processed_BLV, temperature_B), True
     settings = (temperature_B, seed_B, anchor_position_B)
-    tiles = vocab_statistics_triton(processed_BLV, candidates.ids_BKC, *settings, log_q_BKC=candidates.log_q_BKC)
-    verdict = finalise_block_triton(tiles, draft_ids_BK, processed_BLV, candidates, *settings, step_B, method)
+    num_requests, num_rows = processed_BLV.shape[:2]
+    if method == "standard" and num_rows > 1 and num_requests * num_rows >= _MANY_ROWS:
+        masses = row_masses_triton(processed_BLV, temperature_B, is_tempered=is_tempered)
+        finish = partial(
+            finalise_rows_triton,
+            masses,
+            draft_ids_BK,
+            processed_BLV,
+            candidates,
+            *settings,
+            step_B,
+            judges_by_ratio=True,
+            is_tempered=is_tempered,
+        )
+        accepted_B = finish()[0]
+        found = stop_noise_triton(processed_BLV, accepted_B, *candidates, *settings, is_tempered=is_tempered)
+        return VerifiedBlock(*finish(stop_noise=found))
+    tiles = vocab_statistics_triton(
+        processed_BLV, candidates.ids_BKC, *settings, log_q_BKC=candidates.log_q_BKC, is_tempered=is_tempered
+    )
+    verdict = finalise_block_triton(
+        tiles, draft_ids_BK, processed_BLV, candidates, *settings, step_B, method, is_tempered=is_tempered
+    )
     return VerifiedBlock(*verdict)
 
 

@@ -19,7 +19,7 @@ from paceline.ops import noise
 from paceline.ops.dispatch import kernel, tl, triton
 from paceline.ops.largest_ids import largest_of_runs
 from paceline.ops.noise import gumbel_of_token, key_state
-from paceline.ops.target_distribution import GREEDY_BELOW, rows_are_greedy
+from paceline.ops.target_distribution import GREEDY_BELOW, LOWEST_TEMPERATURE, rows_are_greedy, tempered
 
 TILE = 2048  # ids per program
 _NO_ID = torch.iinfo(torch.int64).max
@@ -102,7 +102,9 @@ def _vocab_statistics_kernel(
     vocab_size: tl.tensor,
     NUM_CANDIDATES: tl.constexpr,
     HAS_LOG_Q: tl.constexpr,
+    IS_TEMPERED: tl.constexpr,
     GREEDY_BELOW: tl.constexpr,
+    LOWEST: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
     row, tile = tl.program_id(0), tl.program_id(1)
@@ -111,6 +113,9 @@ def _vocab_statistics_kernel(
     is_inside = ids < vocab_size
     logits = tl.load(logits_ptr + row.to(tl.int64) * vocab_size + ids, mask=is_inside, other=float("-inf"))
     logits = logits.to(tl.float32)
+    temperature = tl.load(temperature_ptr + request)
+    if not IS_TEMPERED:
+        logits = tempered(logits, temperature, GREEDY_BELOW, LOWEST)
     has_nan = tl.max((logits != logits).to(tl.int32), axis=0)
     logits = tl.where(logits == logits, logits, float("-inf"))
     best = tl.max(logits, axis=0)
@@ -124,12 +129,12 @@ def _vocab_statistics_kernel(
     if index < num_rows - 1:  # the bonus row has no candidates
         first = (request * (num_rows - 1) + index).to(tl.int64) * NUM_CANDIDATES
         for c in range(NUM_CANDIDATES):
-            candidate = tl.load(candidate_ptr + first + c)
+            candidate = tl.load(candidate_ptr + first + c).to(tl.int32)  # compared with every id
             if HAS_LOG_Q:  # with q = 0 it is none
                 candidate = tl.where(tl.load(log_q_ptr + first + c) == float("-inf"), -1, candidate)
             is_outside &= ids != candidate
     noisy = tl.where(is_outside, logits, float("-inf"))
-    if tl.load(temperature_ptr + request) >= GREEDY_BELOW:
+    if temperature >= GREEDY_BELOW:
         position = tl.load(anchor_position_ptr + request) + index
         noisy += gumbel_of_token(key_state(tl.load(seed_ptr + request), position, 0), ids)
     noisy_best = tl.max(noisy, axis=0)
@@ -148,6 +153,7 @@ def vocab_statistics_triton(
     *,
     log_q_BKC: Tensor | None = None,
     all_greedy: bool = False,
+    is_tempered: bool = True,
 ) -> VocabStatistics:
     """Launch one program per row and tile.
 
@@ -160,6 +166,7 @@ def vocab_statistics_triton(
         log_q_BKC: float32; candidates with -inf are none. None takes all of them for candidates.
         all_greedy: every request is greedy, whatever the temperatures say; only the best logits and their ids are
             found, in tiles of another size, and the other statistics mean nothing.
+        is_tempered: nothing of the logits is left to be divided by temperatures.
     """
     num_requests, num_rows, vocab_size = logits_BLV.shape
     if all_greedy:
@@ -184,7 +191,9 @@ def vocab_statistics_triton(
             vocab_size,
             NUM_CANDIDATES=candidate_ids_BKC.shape[2],
             HAS_LOG_Q=log_q_BKC is not None,
+            IS_TEMPERED=is_tempered,
             GREEDY_BELOW=GREEDY_BELOW,
+            LOWEST=LOWEST_TEMPERATURE,
             TILE=TILE,
         )
     return found

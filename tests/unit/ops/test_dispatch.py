@@ -143,7 +143,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from paceline.ops import block_rows, candidate_walk, commit_step, context_kv, draw_candidates, finalise_block
 from paceline.ops import finalise_rows, grouped_convolution, noise, paged_attention_kernel, sample_tokens, step_rows
-from paceline.ops import largest_ids, store_drafts, target_distribution, top_k_tokens, vocab_statistics
+from paceline.ops import draft_chances, largest_ids, stop_row, store_drafts, target_distribution, top_k_tokens
+from paceline.ops import vocab_statistics
 
 def compile_for_hopper(function, pointers, sizes, constants):
     signature = {name: "*" + kind for name, kind in pointers.items()} | sizes | dict.fromkeys(constants, "constexpr")
@@ -188,13 +189,28 @@ compile_for_hopper(
 )
 STATISTICS = named("best_ptr mass_ptr noisy_ptr", "fp32") | named("best_id_ptr noisy_id_ptr", "i64")
 SETTINGS = named("temperature_ptr", "fp32") | named("seed_ptr anchor_position_ptr", "i64")
+TEMPERED = {"IS_TEMPERED": False, "GREEDY_BELOW": 1e-5, "LOWEST": 0.01}
 for num_candidates in (0, 16):
     compile_for_hopper(
         vocab_statistics._vocab_statistics_kernel,
         named("logits_ptr", "bf16" if num_candidates else "fp32")
         | named("outside_mass_ptr log_q_ptr", "fp32") | named("candidate_ptr", "i64") | STATISTICS | SETTINGS,
         named("num_rows vocab_size", "i32"),
-        {"NUM_CANDIDATES": num_candidates, "HAS_LOG_Q": num_candidates > 0, "GREEDY_BELOW": 1e-5, "TILE": 2048},
+        {"NUM_CANDIDATES": num_candidates, "HAS_LOG_Q": num_candidates > 0, "TILE": 2048} | TEMPERED,
+    )
+    compile_for_hopper(
+        stop_row._stop_noise_kernel,
+        named("logits_ptr", "bf16" if num_candidates else "fp32")
+        | named("noisy_ptr log_q_ptr", "fp32") | named("accepted_ptr candidate_ptr noisy_id_ptr", "i64") | SETTINGS,
+        named("num_rows vocab_size", "i32"),
+        {"NUM_CANDIDATES": num_candidates, "HAS_LOG_Q": num_candidates > 0, "TILE": 2048} | TEMPERED,
+    )
+    compile_for_hopper(
+        stop_row._row_masses_kernel,
+        named("logits_ptr", "bf16" if num_candidates else "fp32")
+        | named("temperature_ptr best_ptr mass_ptr", "fp32") | named("best_id_ptr", "i64"),
+        named("num_rows vocab_size", "i32"),
+        {"TILE": 4096} | TEMPERED,
     )
 for tells_nan in (False, True):
     compile_for_hopper(
@@ -215,13 +231,30 @@ compile_for_hopper(
     VERDICT_SIZES,
     BLOCK_OF_8 | {"HAS_LOG_Q": True, "ALL_GREEDY": False},
 )
-for reads_q in (True, False):
+for reads_q, is_draw, stop_tiles in ((True, True, 0), (True, False, 0), (True, True, 128), (False, True, 0)):
     compile_for_hopper(
         finalise_rows._finalise_rows_kernel,
         VERDICT,
-        VERDICT_SIZES,
-        BLOCK_OF_8 | {"ROWS": 8, "READS_Q": reads_q, "HAS_LOG_Q": reads_q, "ALL_GREEDY": not reads_q},
+        VERDICT_SIZES | named("num_stop_tiles", "i32"),
+        BLOCK_OF_8 | TEMPERED | {"ROWS": 8, "READS_Q": reads_q, "HAS_LOG_Q": reads_q, "ALL_GREEDY": not reads_q}
+        | {"IS_DRAW": is_draw, "STOP_TILES": stop_tiles},
     )
+CHANCES = named("slope_ptr intercept_ptr", "fp64") | named("features_ptr", "fp32") | named("is_known_ptr", "i8")
+for source in (0, 1, 2):
+    compile_for_hopper(
+        draft_chances._hold_back_drafts_kernel,
+        named("slots_ptr ids_ptr kept_ptr", "i64") | named("log_q_ptr confidence_ptr", "fp32")
+        | named("thresholds_ptr", "fp64") | named("is_adaptive_ptr", "u8") | CHANCES,
+        named("trash_slot num_kept", "i32"),
+        {"NUM_DRAFTS": 7, "NUM_CANDIDATES": 16, "SOURCE": source, "FROM_HEAD": 2, "HOLDS_BACK": source > 0}
+        | {"HAS_ADAPTIVE": True, "LIMIT": 40.0, "DRAFTS": 8, "CANDIDATES": 16},
+    )
+compile_for_hopper(
+    draft_chances._observe_drafts_kernel,
+    named("slots_ptr draft_ptr accepted_ptr", "i64") | named("teaches_ptr", "u8") | named("sums_ptr", "fp64") | CHANCES,
+    named("num_requests num_kept", "i32"),
+    {"NUM_DRAFTS": 7, "HAS_TEACHES": True, "REQUESTS": 128, "DRAFTS": 8},
+)
 SLOTS = named("slots_ptr whole_ptr", "i64")
 COLUMNS = {"NUM_WHOLE": 15, "LENGTH": 0, "ANCHOR": 1, "STEP": 2}
 compile_for_hopper(

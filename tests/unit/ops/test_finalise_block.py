@@ -11,7 +11,7 @@ import torch
 from tests.unit.ops.blocks import Block, odd_block
 from torch import Tensor
 
-from paceline.ops import acceptance, vocab_statistics
+from paceline.ops import acceptance, stop_row, verify_block, vocab_statistics
 from paceline.ops import finalise_block as module
 from paceline.ops.acceptance import CandidateRows, VerifyMethod, candidate_rows, reads_q
 from paceline.ops.finalise_block import Verdict, finalise_block_reference, finalise_block_triton
@@ -31,6 +31,8 @@ SHAPES = [(4, 2, 41, 5), (2, 0, 16, 3), (3, 3, 33, 1), (2, 1, 7, 7)]
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vocab_statistics, "TILE", 16)
+    monkeypatch.setattr(stop_row, "MASS_TILE", 16)
+    monkeypatch.setattr(stop_row, "NOISE_TILE", 8)
 
 
 def proposal(block: Block, is_full_q: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -82,6 +84,52 @@ def test_the_kernels_decide_as_the_reference_does(
     there = block.on(kernel_device)
     found = verify_block_triton(there.drafts, there.logits, *proposal(there, is_full_q), *there.settings, method)
     assert as_lists(found) == by_reference(block, is_full_q, method)
+
+
+@pytest.mark.parametrize("is_tempered", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_full_q", [False, True])
+@pytest.mark.parametrize(("B", "K", "V", "C"), SHAPES)
+def test_noise_of_the_stop_rows_alone_decides_as_the_reference_does(
+    kernel_device: torch.device,
+    B: int,
+    K: int,
+    V: int,
+    C: int,
+    is_full_q: bool,
+    dtype: torch.dtype,
+    is_tempered: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(verify_block, "_MANY_ROWS", 0)
+    block = odd_block(B, K, V, C, seed=V + K + 1, is_tied=is_tempered, has_faults=is_tempered)
+    block = block._replace(logits=block.logits.to(dtype))
+    there = block.on(kernel_device)
+    q = proposal(block, is_full_q)
+    expected = verify_block_reference(block.drafts, block.logits, *q, *block.settings, "standard", is_tempered)
+    q = proposal(there, is_full_q)
+    found = verify_block_triton(there.drafts, there.logits, *q, *there.settings, "standard", is_tempered)
+    assert as_lists(found) == as_lists(expected)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_logits_are_divided_where_they_are_read(kernel_device: torch.device, method: VerifyMethod) -> None:
+    """Planted: what is divided twice, or not at all, decides otherwise."""
+    block = odd_block(30, 3, 33, 5, seed=5)
+    block = block._replace(temperature=torch.linspace(0.0, 2.0, 30))
+    there = block.on(kernel_device)
+    found = {
+        is_tempered: as_lists(
+            verify_block_triton(
+                there.drafts, there.logits, *proposal(there, True), *there.settings, method, is_tempered
+            )
+        )
+        for is_tempered in (False, True)
+    }
+    expected = verify_block_reference(
+        block.drafts, block.logits, *proposal(block, True), *block.settings, method, False
+    )
+    assert found[False] == as_lists(expected) and found[True] != found[False]
 
 
 @pytest.mark.parametrize("method", METHODS)
