@@ -25,7 +25,7 @@ _VIEWS = """
 _LAUNCHES_NOTHING = frozenset(_VIEWS.split())
 # What makes the host wait for the device, or copies between them.
 _ASKS = ("_local_scalar_dense", "item(", "nonzero", "masked_select", "unique", "_pin_memory", "is_nonzero", "equal(")
-_MAY_COPY = frozenset(("contiguous", "to", "reshape"))  # where there is nothing to do, the tensor itself
+_MAY_COPY = frozenset(("contiguous", "to", "reshape"))  # where there is nothing to do, the same memory
 
 
 class StepCalls(TorchDispatchMode):
@@ -39,7 +39,11 @@ class StepCalls(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         found = func(*args, **(kwargs or {}))
-        if self._depth == 0 and name not in _LAUNCHES_NOTHING and not (name in _MAY_COPY and found is args[0]):
+        if (
+            self._depth == 0
+            and name not in _LAUNCHES_NOTHING
+            and not (name in _MAY_COPY and _is_same_memory(found, args[0]))
+        ):
             self.calls.append(f"{name}({_described((*args, *(kwargs or {}).values()))})")
         return found
 
@@ -55,6 +59,10 @@ class StepCalls(TorchDispatchMode):
     def counts(self) -> Counter[str]:
         """How often each operation was launched."""
         return Counter(call.partition("(")[0] for call in self.calls)
+
+
+def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _described(values: Any) -> str:
