@@ -14,6 +14,8 @@ come.
 * `steps`: bf16 weights made on the device. `step_ms` is a bare step between events, with and without recordings
   (`mode`); of stages, which record nothing, the time of a closed batch over its passes. Nothing is timed before the
   same shapes have run: what compiling costs is in no figure.
+* `sums`: microseconds of a sum over both GPUs in a recorded chain of them, as layers use it and through memory that
+  each GPU reads of the other.
 
 A launch has a time limit, and a case that fails is told while the others go on; exit code 3 if a token differs or
 something failed.
@@ -42,7 +44,7 @@ from paceline.errors import EXIT_CHECK_SAYS_NO, EXIT_DONE
 
 NAME = "gpu-two"
 SPREADS = {"one": (1, 1), "tp 2": (2, 1), "pp 2": (1, 2)}  # ranks that share a layer, and stages
-PARTS = ("tokens", "steps")
+PARTS = ("tokens", "steps", "sums")
 _NUM_LAST_LINES = 60  # of what a launch says: a line per rank and case, and whatever went wrong
 KEY = ("part", "shape", "spread", "drafter", "batch", "mode")
 
@@ -93,7 +95,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default cuda")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default both")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default all")
     parser.add_argument(
         "--shapes",
         nargs="+",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _DRAFTS, _PROMPT_TOKENS, _WARM_UP_TOKENS = 7, 24, 20
 _CONTEXT, _STEP_LENGTH = 224, 512  # positions of a timed step, and those that a request may have
 _NUM_LAST_LINES = 8
+_SUM_ROWS, _SUM_WIDTH, _NUM_SUMS, _NUM_CHAINS = (1, 16, 32, 512), 4096, 64, 9
 Row = dict[str, Any]
 
 
@@ -91,14 +92,72 @@ def work(options: argparse.Namespace) -> int:
                 with (options.folder / f"{options.worker}.jsonl").open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
 
-        for part in options.parts:
+        for part in ("tokens", "steps"):
+            if part not in options.parts:
+                continue
             shapes, cases = (options.shapes, tokens_of) if part == "tokens" else (options.step_shapes, steps_of)
             for shape in shapes:
                 for spread in spreads:
                     for drafter in options.drafters:
                         head = {"part": part, "shape": shape, "spread": spread, "drafter": drafter}
                         _guarded(world, head, tell, lambda head=head, cases=cases: cases(world, options, head, tell))
+        if "sums" in options.parts and world.size > 1:
+            for mode in ("nccl", "symmetric") if world.device.type == "cuda" else ("gloo",):
+                head = {"part": "sums", "spread": f"tp {world.size}", "mode": mode}
+                _guarded(world, head, tell, lambda head=head: sums_of(world, head, tell))
     return EXIT_DONE
+
+
+def sums_of(world: World, head: Row, tell: Callable[[Row], None]) -> None:
+    """What a sum over ranks costs inside a recorded step: a chain of them, each over the result of the one before."""
+    import torch
+
+    from paceline.distributed.mesh import Layout, Mesh
+    from paceline.engine.graphs import CudaRecording, Recording, Repeated
+
+    tensor = Mesh.of(world, Layout((), world.size), 1).tensor
+    is_cuda, like = world.device.type == "cuda", torch.zeros(1, dtype=torch.bfloat16, device=world.device)
+    for num_rows in _SUM_ROWS:
+        partial_RD = like.new_zeros(num_rows, _SUM_WIDTH)
+        total = (
+            (lambda x: tensor.total(x, in_order=False)) if head["mode"] != "symmetric" else _symmetric_sum(tensor, like)
+        )
+
+        def chain(total: Any = total, partial_RD: Any = partial_RD) -> Any:
+            x_RD = partial_RD
+            for _ in range(_NUM_SUMS):
+                x_RD = total(x_RD)
+            return x_RD
+
+        chain()
+        recording: Recording = Repeated(chain)
+        if is_cuda:
+            recording = CudaRecording(chain, torch.cuda.graph_pool_handle(), world.device)
+        spans_s = []
+        for _ in range(_NUM_CHAINS):
+            world.gathered(0)
+            began_s = time.perf_counter()
+            recording.replay()
+            if is_cuda:
+                torch.cuda.synchronize()
+            spans_s.append(time.perf_counter() - began_s)
+        microseconds = sorted(spans_s)[len(spans_s) // 2] / _NUM_SUMS * 1e6
+        tell({**head, "shape": f"{num_rows} x {_SUM_WIDTH}", "us_each": microseconds})
+
+
+def _symmetric_sum(tensor: Any, like: Any) -> Callable[[Any], Any]:
+    """Each rank reads the others' memory: a launch of its own, to be held against the library's."""
+    import torch
+    import torch.distributed._symmetric_memory as symmetric
+
+    name = tensor.group.group_name
+    buffer = symmetric.empty(max(_SUM_ROWS) * _SUM_WIDTH, dtype=like.dtype, device=like.device)
+    symmetric.rendezvous(buffer, name)
+
+    def total(x: Any) -> Any:
+        return torch.ops.symm_mem.one_shot_all_reduce_copy(buffer, x, "sum", name)
+
+    return total
 
 
 def _guarded(world: World, head: Row, tell: Callable[[Row], None], case: Callable[[], None]) -> None:
@@ -209,15 +268,15 @@ def steps_of(world: World, options: argparse.Namespace, head: Row, tell: Callabl
     drafter = None if head["drafter"] == "none" else whole_drafter(contract, target)
     for mode in options.modes:
         engine = _engine(world, contract, target, drafter, mesh, is_recorded=mode == "recorded", options=options)
+        num_timed = options.timed if mode == "recorded" else max(3, options.timed // 4)
+        num_warm_up = max(3, num_timed // 3)
         for batch in options.batches:
-            num_warm_up = max(3, options.timed // 3)
-            sizes = {"batch": batch, "context": _CONTEXT, "num_warm_up": num_warm_up}
-            time_steps(engine, **sizes, num_timed=1)
+            time_steps(engine, batch=batch, context=_CONTEXT, num_warm_up=3, num_timed=1)  # compiles, and records
             before = engine.stats().num_replayed_steps
-            times = time_steps(engine, **sizes, num_timed=options.timed)
+            times = time_steps(engine, batch=batch, context=_CONTEXT, num_warm_up=num_warm_up, num_timed=num_timed)
             played = engine.stats().num_replayed_steps - before
             found = {"step_ms": times.median_ms, "p10_ms": times.p10_ms, "p90_ms": times.p90_ms}
-            tell({**head, "batch": batch, "mode": mode, **found, "replayed": played / (num_warm_up + options.timed)})
+            tell({**head, "batch": batch, "mode": mode, **found, "replayed": played / (num_warm_up + num_timed)})
         engine.close()
         del engine
         _release(world)

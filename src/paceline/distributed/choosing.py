@@ -18,13 +18,12 @@ from torch import Tensor
 
 from paceline.distributed.mesh import TensorGroup
 from paceline.engine.slots import SamplingRows
+from paceline.ops.largest_ids import largest_ids
 from paceline.ops.noise import TARGET, gumbel_from_hash, hash32
-from paceline.ops.sample_tokens import NO_TOKEN, row_is_bad
-from paceline.ops.sharded_top_k import LogitTransform, VocabularyShard, sharded_top_k
+from paceline.ops.sample_tokens import NO_TOKEN
+from paceline.ops.sharded_top_k import VocabularyShard
 from paceline.ops.sharded_truncation import process_sharded_logits
 from paceline.ops.target_distribution import rows_are_greedy
-
-AS_THEY_ARE = LogitTransform("softcap_then_scale")
 
 
 @dataclass(frozen=True)
@@ -90,12 +89,25 @@ def choose_ids(
         noise_RI = gumbel_from_hash(hash32(sampling.seed_B.unsqueeze(1), position_R.unsqueeze(1), ids_I, TARGET))
         is_greedy_R1 = rows_are_greedy(sampling.temperature_B).unsqueeze(1)
         scores_RI = processed_RI.float() + noise_RI.masked_fill(is_greedy_R1, 0.0)
+    best_R, ids_R = _best_of_all(scores_RI, shard, tensor)
+    return ids_R.masked_fill(~best_R.isfinite(), NO_TOKEN), best_R
+
+
+def _best_of_all(scores_RI: Tensor, shard: VocabularyShard, tensor: TensorGroup) -> tuple[Tensor, Tensor]:
+    """The best score and its id, of equal ones the lowest: ranks hold ids in their own order, so the first rank's."""
+    (ids,) = shard.ranges
+    best_R = scores_RI.amax(dim=-1).float()
     # A rank whose numbers say nothing outbids the others, so that no rank takes the row for sound.
-    is_void_R = row_is_bad(scores_RI) & ~(scores_RI.amax(-1) == -torch.inf)
-    scores_RI = torch.where(is_void_R.unsqueeze(1), torch.inf, scores_RI)
-    best_R1, ids_R1 = sharded_top_k(scores_RI, 1, shard, transform=AS_THEY_ARE, group=tensor.group)
-    best_R = best_R1[:, 0]
-    return ids_R1[:, 0].masked_fill(~best_R.isfinite(), NO_TOKEN), best_R
+    best_R = torch.where(best_R.isnan(), torch.inf, best_R)
+    ids_R = largest_ids(scores_RI) + ids.first_id
+    if tensor.size == 1:
+        return best_R, ids_R
+    message_NR2 = torch.stack(tensor.gathered(torch.stack((best_R.view(torch.int32), ids_R.int()), dim=1)))
+    best_NR, ids_NR = message_NR2[..., 0].contiguous().view(torch.float32), message_NR2[..., 1].long()
+    best_R = best_NR.amax(dim=0)
+    is_best_NR = best_NR == best_R
+    first_1R = is_best_NR.int().argmax(dim=0, keepdim=True)
+    return best_R, ids_NR.gather(0, first_1R).squeeze(0)
 
 
 def gathered_scores(scores: Tensor, vocab_size: int, tensor: TensorGroup) -> Tensor:

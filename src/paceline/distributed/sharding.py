@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.contract import TargetContract
 from paceline.checkpoint.kimi_contract import ExpertSettings
-from paceline.distributed.choosing import AS_THEY_ARE, Truncation, choose_ids, gathered_scores
+from paceline.distributed.choosing import Truncation, choose_ids, gathered_scores
 from paceline.distributed.mesh import TensorGroup
 from paceline.engine.slots import SamplingRows
 from paceline.errors import ConfigError
@@ -39,7 +39,9 @@ from paceline.models.targets.kimi_stage import KimiStage
 from paceline.models.targets.stage import logit_scale
 from paceline.ops.gated_activation import Activation
 from paceline.ops.mixture_of_experts import Routing, mix_experts
-from paceline.ops.sharded_top_k import VocabularyShard, sharded_top_k, split_vocabulary
+from paceline.ops.sharded_top_k import LogitTransform, VocabularyShard, sharded_top_k, split_vocabulary
+
+_AS_THEY_ARE = LogitTransform("softcap_then_scale")
 
 
 class ReducedLinear(Linear):
@@ -137,7 +139,7 @@ class ShardedHead(Linear):
         """The best scores of all ids on every rank, those of others as -inf, [..., D] to [..., V]."""
         scores_RI = self._scaled(self.own(hidden)).flatten(0, -2)
         best_RC, ids_RC = sharded_top_k(
-            scores_RI, num_best, self.shard, transform=AS_THEY_ARE, group=self._tensor.group
+            scores_RI, num_best, self.shard, transform=_AS_THEY_ARE, group=self._tensor.group
         )
         whole_RV = scores_RI.new_full((scores_RI.shape[0], self._vocab_size), -torch.inf)
         return whole_RV.scatter_(1, ids_RC, best_RC.to(whole_RV.dtype)).view(*hidden.shape[:-1], self._vocab_size)
