@@ -106,6 +106,22 @@ def test_states_in_bf16_give_nearly_the_same_distribution_at_half_the_memory() -
     assert 0 < largest < 0.02
 
 
+def test_what_runs_prompts_reaches_every_prompt_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    run_prompt = hybrid_attends.delta_attention
+
+    def noted(*arguments: Any, kernel: str, **options: Any) -> Any:
+        asked.append(kernel)
+        return run_prompt(*arguments, kernel=kernel, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(hybrid_attends, "delta_attention", noted)
+    for kernel in ("auto", "recurrent"):
+        asked.clear()
+        engine = checked(small_target(), prompt_kernel=kernel)
+        run(engine, [engine.add_request(PROMPTS["a"], replace(GREEDY, max_tokens=2), "a")])
+        assert set(asked) == {kernel}
+
+
 def keep_the_old_state(patch: pytest.MonkeyPatch) -> None:
     """A slot is not emptied when it changes hands."""
     patch.setattr(RecurrentState, "begin", lambda self, slot, *_args, **_options: self.ends_S.__setitem__(slot, 0))
