@@ -13,7 +13,8 @@
 * `prompts`: prompts of each length through an engine, a token each, by every `prompt_kernel`: `prompt_ms` and how many
   of the first tokens are the recurrent kernel's.
 * `states`: recorded steps of `k3-mini` with states in float32 and in bf16, plain and with a random drafter: `step_ms`;
-  acceptance and tokens of a closed batch, and how many tokens are equal until the first that is not.
+  acceptance and tokens of a closed batch, and how many tokens are equal until the first that is not. Texts of a random
+  target in bf16 turn at any rounding: `prompts by row` shows how soon, where only sums have another order.
 
 A case that fails is told and left out; one that is wrong is not timed, and the exit code is 3.
 """

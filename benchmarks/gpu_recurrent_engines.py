@@ -24,6 +24,11 @@ Case = tuple[tuple[str, str, str, int], Callable[[], Row]]
 _PROMPT_TOKENS, _NEW_TOKENS, _MAX_MODEL_LEN = 128, 96, 512
 _NUM_PROMPTS, _NUM_ROUNDS = 4, 3
 _WARM_UP, _TIMED = 30, 120
+_STATES: dict[str, dict[str, str]] = {
+    "float32": {},
+    "float32, prompts by row": {"prompt_kernel": "recurrent"},
+    "bfloat16": {"recurrent_state_dtype": "bfloat16"},
+}
 
 
 def prompt_cases(options: argparse.Namespace, device: torch.device) -> Iterator[Case]:
@@ -67,21 +72,21 @@ def state_cases(options: argparse.Namespace, device: torch.device) -> Iterator[C
     texts: dict[tuple[str, int], list[tuple[int, ...]]] = {}
     for kind, drafter in drafters.items():
         for batch in options.batches:
-            for dtype in ("float32", "bfloat16"):
-                measure = partial(_states, target, drafter, (kind, batch), dtype, texts)
-                yield ("states", options.shape, f"{kind}, {dtype}", batch), measure
+            for name, chosen in _STATES.items():
+                measure = partial(_states, target, drafter, (kind, batch), chosen, texts)
+                yield ("states", options.shape, f"{kind}, {name}", batch), measure
 
 
 def _states(
     target: LoadedTarget,
     drafter: LoadedDrafter | None,
     case: tuple[str, int],
-    dtype: str,
+    chosen: dict[str, str],
     texts: dict[tuple[str, int], list[tuple[int, ...]]],
 ) -> Row:
     batch = case[1]
     mode = {"mode": GRAPH} if records_steps(target.model.norm.weight.device) else {}
-    settings = engine_settings(**mode, max_num_seqs=batch, max_model_len=_MAX_MODEL_LEN, recurrent_state_dtype=dtype)
+    settings = engine_settings(**mode, max_num_seqs=batch, max_model_len=_MAX_MODEL_LEN, **chosen)
     engine = Engine(target, drafter, settings)
     try:
         prompts = random_prompts(batch, _PROMPT_TOKENS, target.contract.vocab_size)

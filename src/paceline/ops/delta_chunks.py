@@ -22,6 +22,9 @@ from paceline.ops.dispatch import kernel, tl, triton
 _CHUNK: Final = 16
 _FEWEST = 16  # the smallest side of a matrix product on tensor cores
 _TILE = DeltaTile(values=32, warps=8)
+# Norm of the difference from the recurrence over its norm, for rows in 16 bits: outputs, states. On an H200 2.8e-3 and
+# 8e-4 at any length; with three products each 5e-5 and 4e-7, in 1.8 times the time (docs/results/gpu-recurrent.json).
+TOLERANCE: Final = (5e-3, 2e-3)
 
 
 def can_chunk(gate: DeltaGate) -> bool:
@@ -156,7 +159,7 @@ def delta_chunks_triton(
     lengths_B: Tensor | None,
     *,
     tile: DeltaTile = _TILE,
-    precision: str = "tf32x3",
+    precision: str | None = None,
     by_products: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Launch one program per request, head and run of value channels.
@@ -167,7 +170,8 @@ def delta_chunks_triton(
         state_BNKV: before the first row; it is not changed.
         lengths_B: int64, rows past them are left out; None: all count.
         tile: how a head is shared among programs.
-        precision: of the products of float32: "ieee", or three of tensor cores' ("tf32x3").
+        precision: of the products of float32: "ieee", three of tensor cores' ("tf32x3"), or one ("tf32"). None is one
+            for rows in 16 bits, which are no more exact themselves (`TOLERANCE`), else three.
         by_products: how a chunk's triangular system is solved; else row by row.
     Returns:
         The outputs, and the float32 states behind each request's last row.
@@ -179,6 +183,8 @@ def delta_chunks_triton(
     new_outputs = torch.empty if lengths_B is None else torch.zeros
     o_BTNV = new_outputs(inputs.v_BTNV.shape, dtype=inputs.v_BTNV.dtype, device=state_BNKV.device)
     new_state_BNKV = torch.empty(state_BNKV.shape, dtype=torch.float32, device=state_BNKV.device)
+    if precision is None:
+        precision = "tf32" if inputs.q_BTNK.dtype in (torch.bfloat16, torch.float16) else "tf32x3"
     values = max(_FEWEST, min(tile.values, triton.next_power_of_2(value_size)))
     with torch.cuda.device_of(state_BNKV):
         _delta_chunks_kernel[num_requests, num_heads, triton.cdiv(value_size, values)](

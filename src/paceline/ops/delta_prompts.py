@@ -1,10 +1,20 @@
 """Which kernel takes a prompt's rows on a GPU: row by row, in our chunks, or in fla-core's where that is installed.
 
     recurrent   the kernel of decoding, a turn per row: the bits of `verify_delta`, however a text is cut
-    chunks      `ops/delta_chunks.py`, a turn per 16 rows, float32 inside; bounded gates alone
-    fla         `ops/delta_fla.py`, chunks of 64 in parallel, 16 bits inside; a dozen launches
+    chunks      `ops/delta_chunks.py`, a turn per 16 rows, one launch; bounded gates alone
+    fla         `ops/delta_fla.py`, chunks of 64 in parallel, 16 bits inside, a dozen launches
 
-Which is faster depends on the rows of a pass. B requests, T rows, N heads, K key and V value channels.
+Which is faster depends on the rows of a pass, and how a prompt's pass is launched: not from a recording, so that the
+host's time counts. On an H200 (docs/results/gpu-recurrent.json; `eager_us`, 32 heads of 128, bf16, one request):
+
+    rows          64      256     1024     4096    16384
+    recurrent    256      545     2420     8534    33430
+    chunks       111      291      631     2272     8746
+    fla         1760     1139     1354     1388     3482
+
+With 4 heads of 64, chunks take 130, 146, 463, 1384 and 5515, fla 1070 to 2169 at any length.
+
+B requests, T rows, N heads, K key and V value channels.
 """
 
 from __future__ import annotations
@@ -14,17 +24,16 @@ from typing import Final, Literal
 from torch import Tensor
 
 from paceline.ops.delta_chunks import can_chunk, delta_chunks_triton
-from paceline.ops.delta_fla import can_run_fla, delta_chunks_fla
+from paceline.ops.delta_fla import delta_chunks_fla, find_chunk_kda, may_run_fla
 from paceline.ops.delta_kernel import LAST_STATE, launch_delta
 from paceline.ops.delta_rows import DeltaGate, DeltaInputs
 from paceline.ops.dispatch import report
 
 PromptKernel = Literal["auto", "recurrent", "chunks", "fla"]
 
-_NEVER: Final = 2**31
-# Rows of a pass from which a kernel is taken, where it can be (benchmarks/gpu_prompts.py).
-CHUNKS_FROM = _NEVER
-FLA_FROM = _NEVER
+# Rows of a pass from which a kernel is taken, where it can be: the fewest measured at which it won at both sizes.
+CHUNKS_FROM: Final = 64
+FLA_FROM: Final = 4096
 
 
 def prompt_kernels(
@@ -32,9 +41,9 @@ def prompt_kernels(
 ) -> tuple[tuple[int, PromptKernel], ...]:
     """The kernels that "auto" chooses from, each with the rows from which it is taken: the first that fits."""
     kernels: list[tuple[int, PromptKernel]] = [(0, "recurrent")]
-    if can_chunk(gate) and CHUNKS_FROM < _NEVER:
+    if can_chunk(gate):
         kernels.append((CHUNKS_FROM, "chunks"))
-    if FLA_FROM < _NEVER and can_run_fla(inputs, lengths_B):
+    if may_run_fla(inputs, lengths_B):
         kernels.append((FLA_FROM, "fla"))
     return tuple(sorted(kernels, reverse=True))
 
@@ -57,7 +66,7 @@ def run_prompt_kernel(
     if asked == "auto":
         kernels, num_rows = prompt_kernels(inputs, gate, lengths_B), inputs.q_BTNK.shape[1]
         report("delta_attention of prompts", device, described(kernels))
-        asked = next(name for first, name in kernels if num_rows >= first)
+        asked = next(name for first, name in kernels if num_rows >= first and (name != "fla" or find_chunk_kda()))
     else:
         report("delta_attention of prompts", device, asked)
     if asked == "fla":

@@ -34,8 +34,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_kernels_are_held_against_the_recurrence(small: Any) -> None:
     cases = dict(kernel_cases(small, CPU))
-    assert [key[2] for key in cases] == ["recurrent", "chunks", "chunks, tf32"]
-    for name in ("recurrent", "chunks"):
+    assert [key[2] for key in cases] == ["recurrent", "chunks, tf32", "chunks, tf32x3"]
+    for name in ("recurrent", "chunks, tf32"):
         row = cases["kernels", "mini", name, 6]()
         assert row["error"] <= row["allowed"] and row["over_recurrent"] > 0 and row["eager_us"] > 0
 
@@ -48,10 +48,10 @@ def test_a_wrong_kernel_is_told_and_not_timed(small: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(gpu_recurrent_kernels, "delta_chunks", transposed)
     wrong: list[str] = []
     rows: list[dict[str, object]] = []
-    cases = [case for case in kernel_cases(small, CPU) if case[0][2] != "chunks, tf32"]
+    cases = [case for case in kernel_cases(small, CPU) if case[0][2] != "chunks, tf32x3"]
     monkeypatch.setattr(gpu_recurrent_kernels, "kernel_cases", lambda *_arguments: iter(cases))
     gpu_recurrent._run_part("kernels", small, CPU, SimpleNamespace(put=rows.append), wrong)  # type: ignore[arg-type]
-    assert len(wrong) == 1 and wrong[0].startswith("kernels, mini, chunks, 6: by ")
+    assert len(wrong) == 1 and wrong[0].startswith("kernels, mini, chunks, tf32, 6: by ")
     assert "us" in rows[0] and not {"us", "eager_us", "over_recurrent"} & set(rows[1])
 
 

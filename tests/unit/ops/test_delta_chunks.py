@@ -7,7 +7,7 @@ import torch
 from tests.unit.ops.delta_twin import random_gate, random_inputs
 
 from paceline.ops.delta_attention import delta_attention_reference
-from paceline.ops.delta_chunks import can_chunk, delta_chunks_triton
+from paceline.ops.delta_chunks import TOLERANCE, can_chunk, delta_chunks_triton
 from paceline.ops.delta_rows import DeltaGate, DeltaInputs
 
 
@@ -66,3 +66,21 @@ def test_gates_that_forget_at_once_are_left_to_the_recurrence() -> None:
     gate = random_gate(1, 4, lower_bound=-5.0)
     assert can_chunk(gate) and not can_chunk(gate._replace(lower_bound=None))
     assert not can_chunk(gate._replace(lower_bound=-10.5))
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_rows_in_16_bits_are_followed_to_their_own_rounding() -> None:
+    device = torch.device("cuda")
+    inputs = moved(random_inputs(2, 200, 4, 64, 64, torch.bfloat16), device)
+    gate, state = on(random_gate(4, 64, lower_bound=-5.0), device), torch.randn(2, 4, 64, 64, device=device)
+    expected = delta_attention_reference(inputs, gate, state, None, "recurrent")
+    errors = {}
+    for precision in (None, "tf32x3"):
+        found = delta_chunks_triton(inputs, gate, state, None, precision=precision)
+        pairs = zip(found, expected, strict=True)
+        errors[precision] = [
+            float((one.double() - other.double()).norm() / other.double().norm()) for one, other in pairs
+        ]
+    assert all(error < most for error, most in zip(errors[None], TOLERANCE, strict=True)), errors
+    assert errors["tf32x3"][1] < 1e-5 < errors[None][1], "rows in 16 bits take one product"

@@ -22,7 +22,8 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ("delta_chunks_fla", "fla"),
     ):
         monkeypatch.setattr(delta_prompts, function, lambda *_args, name=name: names.append(name))
-    monkeypatch.setattr(delta_prompts, "can_run_fla", lambda _inputs, lengths_B: lengths_B is None)
+    monkeypatch.setattr(delta_prompts, "find_chunk_kda", lambda: print)
+    monkeypatch.setattr(delta_prompts, "may_run_fla", lambda _inputs, lengths_B: lengths_B is None)
     monkeypatch.setattr(delta_prompts, "CHUNKS_FROM", 16)
     monkeypatch.setattr(delta_prompts, "FLA_FROM", 64)
     monkeypatch.setattr(dispatch, "_chosen", {})
@@ -47,9 +48,18 @@ def test_what_cannot_be_had_is_not_chosen(ran: list[str], monkeypatch: pytest.Mo
     run_prompt_kernel(*given(100, None), torch.tensor([100]), "auto")
     run_prompt_kernel(*given(100, -20.0), torch.tensor([3]), "auto")
     assert ran == ["chunks", "fla", "recurrent", "recurrent"]
-    monkeypatch.setattr(delta_prompts, "FLA_FROM", delta_prompts._NEVER)
+    monkeypatch.setattr(delta_prompts, "find_chunk_kda", lambda: None)
+    run_prompt_kernel(*given(100), None, "auto")
+    assert ran[4:] == ["chunks"], "installed, and it cannot be used"
+    monkeypatch.setattr(delta_prompts, "may_run_fla", lambda *_arguments: False)
     inputs, gate, _ = given(100)
     assert described(prompt_kernels(inputs, gate, None)) == "chunks from 16 rows, recurrent"
+
+
+def test_short_prompts_do_not_wait_for_an_import(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta_prompts, "find_chunk_kda", lambda: pytest.fail("it takes seconds"))
+    run_prompt_kernel(*given(63), None, "auto")
+    assert ran == ["chunks"]
 
 
 def test_what_is_asked_for_is_run(ran: list[str]) -> None:
