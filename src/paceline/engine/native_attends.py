@@ -62,6 +62,9 @@ class CausalNative(InLayer):
     def in_layer(self, layer: int) -> int:
         return self._attend.in_layer(layer, *self._seen_in(layer))
 
+    def key_stride(self) -> int | None:
+        return self._attend.key_stride if self._windows is None else None
+
     def __call__(
         self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor, *, sink_N: Tensor | None = None
     ) -> Tensor:

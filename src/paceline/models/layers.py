@@ -21,6 +21,7 @@ from paceline.ops.dispatch import needs_gradient
 from paceline.ops.linear import FILLED_ROWS, can_pack, linear_packed, linear_row_invariant, pack_weight
 from paceline.ops.native import quantized
 from paceline.ops.native import rows as native_rows
+from paceline.ops.native.layer import LayerCall
 from paceline.ops.native.rows import NativeWeight
 from paceline.ops.paged_attention import PagedAttend
 from paceline.ops.rms_norm import MirroredGain, mirror_gain, rms_norm, rms_norm_mirrored
@@ -212,6 +213,17 @@ def set_linear_mode(model: HasModules, mode: LinearMode) -> int:
         if isinstance(module, SwitchesArithmetic):
             module.set_mode(mode)
     return sum(isinstance(module, Linear) and module.is_packed for module in model.modules())
+
+
+def native_calls(layers: Iterable[nn.Module]) -> list[LayerCall]:
+    """The native calls of a model's layers; none unless all have one, and nobody listens to any."""
+    calls = []
+    for layer in layers:
+        call = layer.native_call if isinstance(layer, DecoderLayer) else None
+        if call is None:
+            return []
+        calls.append(call)
+    return calls
 
 
 def fused_layers(layers: Iterable[nn.Module], mode: LinearMode) -> list[FusedLayer]:
@@ -430,6 +442,12 @@ class DecoderLayer(nn.Module):
     def fused(self) -> FusedLayer | None:
         """Its fused form, for `FusedRows` and a `PagedAttend`."""
         return self._fused
+
+    @property
+    def native_call(self) -> LayerCall | None:
+        """The layer in one call, where there is one and calling it is all that calling the layer does."""
+        is_heard = self._forward_hooks or self._forward_pre_hooks or "forward" in self.__dict__
+        return None if self._native is None or is_heard else self._native.whole
 
     def forward(
         self, x_BTD: Tensor, rows: RotaryRows | FusedRows, attend: Attend, layer: int, *, is_neox_style: bool = True

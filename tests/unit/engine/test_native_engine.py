@@ -18,6 +18,7 @@ from paceline.engine.request import SamplingParameters
 from paceline.engine.settings import EngineSettings
 from paceline.models.layers import set_linear_mode
 from paceline.models.loading import LoadedDrafter, LoadedTarget
+from paceline.ops.native.layer import LayersCall
 from paceline.ops.native.quantized import can_run_quantized
 from paceline.ops.native.rows import can_run
 
@@ -52,6 +53,28 @@ def test_drafts_and_neighbours_change_no_id(family: Family, drafter_family: Draf
     assert texts(target, drafter, at_once=1) == alone
     assert texts(target, drafter, at_once=5, prefill_chunk_size=16, block_size=16) == alone
     assert texts(target, drafter, at_once=3, run_ahead=True) == alone
+
+
+def test_layers_in_one_call_give_the_texts_of_layers_that_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, drafter = parts()
+    calls: list[int] = []
+    whole = LayersCall.__call__
+
+    def counted(self: LayersCall, *arguments: Any) -> Tensor:
+        calls.append(len(self.calls))
+        return whole(self, *arguments)
+
+    monkeypatch.setattr(LayersCall, "__call__", counted)
+    alone = texts(target, drafter, at_once=5)
+    assert calls and set(calls) == {target.contract.num_layers}
+    calls.clear()
+    heard: list[int] = []
+    hook = target.model.layers[1].register_forward_hook(lambda *_call: heard.append(1))
+    assert texts(target, drafter, at_once=5) == alone
+    assert heard and not calls, "whoever listens to a layer hears it"
+    hook.remove()
+    monkeypatch.setattr(target.model.layers[0], "forward", lambda x, *_rest: x)
+    assert texts(target, drafter, at_once=5) != alone, "and a layer that was replaced is run as it is now"
 
 
 @pytest.mark.skipif(not can_run_quantized(), reason="no products with codes on this machine")

@@ -5,18 +5,31 @@ B requests, T tokens, D width, V vocabulary.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from torch import Tensor, nn
 
 from paceline.checkpoint.contract import AuxHiddenStream, CaptureId, TargetContract
 from paceline.models.fused_layer import FusedLayer, run_fused
-from paceline.models.layers import Attend, Linear, LinearMode, RMSNorm, fused_layers, score_rows
+from paceline.models.layers import (
+    NATIVE_MODES,
+    Attend,
+    Linear,
+    LinearMode,
+    RMSNorm,
+    fused_layers,
+    native_calls,
+    score_rows,
+)
 from paceline.models.taps import TapCollector
-from paceline.models.targets.dense_stage import DenseStage
+from paceline.models.targets.dense_stage import DenseStage, DenseStream
 from paceline.ops.embed_rows import embed_rows
+from paceline.ops.native.attention import InLayer
+from paceline.ops.native.layer import LayersCall
 from paceline.ops.paged_attention import PagedAttend
 from paceline.ops.skinny_product import ScaledRows
+
+MOST_ROWS_IN_ONE_CALL: Final = 64  # it keeps the stream behind every layer
 
 
 class DenseTarget(DenseStage):
@@ -36,10 +49,13 @@ class DenseTarget(DenseStage):
     def __init__(self, contract: TargetContract, *, max_positions: int | None = None) -> None:
         super().__init__(contract, 0, contract.num_layers, max_positions=max_positions)
         self._fused: list[FusedLayer] = []
+        self._native: LayersCall | None = None
 
     def set_mode(self, mode: LinearMode) -> None:
-        """Gather the layers' fused forms; they come before the whole."""
+        """Gather the layers' fused or native forms; they come before the whole."""
         self._fused = fused_layers(self.layers, mode)
+        calls = native_calls(self.layers) if mode in NATIVE_MODES else []
+        self._native = LayersCall(calls) if calls else None
 
     @property
     def capture_ids(self) -> range:
@@ -71,6 +87,21 @@ class DenseTarget(DenseStage):
         stream = self.run(self.begin(self.embed_tokens(token_ids_BT), positions_BT), attend, taps)
         hidden: Tensor = self.norm(self.finish(stream, taps))
         return hidden
+
+    def run(self, stream: DenseStream, attend: Attend, taps: TapCollector | None) -> DenseStream:
+        """Run the layers, few rows in one native call where they have one."""
+        native, x_BTD = self._native, stream.x_BTD
+        is_small = x_BTD.shape[0] * x_BTD.shape[1] <= MOST_ROWS_IN_ONE_CALL
+        key_stride = attend.key_stride() if native is not None and is_small and isinstance(attend, InLayer) else None
+        # Whoever changed or wrapped a layer since wants to see it run.
+        if key_stride is None or native is None or native_calls(self.layers) != list(native.calls):
+            return super().run(stream, attend, taps)
+        assert isinstance(attend, InLayer), "it has a stride"
+        y = native(x_BTD, stream.turns, attend, key_stride).unbind(0)
+        if taps is not None:
+            for capture, tapped in enumerate((x_BTD, *y)):
+                taps.observe(CaptureId(capture), tapped)
+        return DenseStream(y[-1], stream.turns)
 
     def _forward_fused(
         self, token_ids_BT: Tensor, positions_BT: Tensor, attend: PagedAttend, taps: TapCollector | None

@@ -66,6 +66,10 @@ class InLayer(ABC):
     def in_layer(self, layer: int) -> int:
         """The address of what the C files call Attention, for a layer; good until this is called again."""
 
+    def key_stride(self) -> int | None:
+        """How many numbers the keys of neighbouring layers lie apart; None where layers differ in what rows see."""
+        return None
+
 
 class BlockedAttention:
     """Attention of one pass, its addresses settled once.
@@ -155,6 +159,11 @@ class BlockedAttention:
         run.y, run.num_heads = y.data_ptr(), q_BTNH.shape[2]
         self._attend(self._address, self.num_threads)
         return y
+
+    @property
+    def key_stride(self) -> int:
+        """How many numbers the keys of neighbouring layers lie apart."""
+        return self._planes.stride(0)
 
     def in_layer(self, layer: int, lows_BT: Tensor, highs_BT: Tensor, sink_N: Tensor | None = None) -> int:
         """The address of the struct, set up for a layer whose queries and rows whoever runs it fills in.

@@ -51,6 +51,7 @@ _ARGUMENTS = {
     "paceline_copy_if_finite": [_POINTER, _INT, _POINTER, _INT, _SIZE, _POINTER, _INT],
     "paceline_attend": [_POINTER, _INT],
     "paceline_layer": [_POINTER, _POINTER],
+    "paceline_layers": [_POINTER, _SIZE, _SIZE, _POINTER],
 }
 
 

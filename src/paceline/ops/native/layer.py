@@ -1,4 +1,4 @@
-"""A whole decoder layer in one call of the native library, where its attention is native, too.
+"""A whole decoder layer, or all of them, in one call of the native library, where their attention is native, too.
 
 It gives the bits that the operations of `rows.py` and `attention.py` give one after the other; what is saved is the
 way from one to the next. B requests, T rows per request, D width, R turned channels.
@@ -6,7 +6,9 @@ way from one to the next. B requests, T rows per request, D width, R turned chan
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -70,6 +72,10 @@ class _Pass(ctypes.Structure):
 class LayerCall:
     """A decoder layer's weights, their addresses settled once.
 
+    Attributes:
+        address: of all of them.
+        scratch_width: numbers per row that a call needs beside its results.
+
     Args:
         qkv: queries, keys and values of the normed stream.
         o: back into the stream.
@@ -110,10 +116,8 @@ class LayerCall:
             head_size,
             eps,
         )
-        self._width = o.num_outputs
-        self._scratch_width = 2 * self._width + qkv.num_outputs + o.num_inputs + down.num_inputs
-        loaded = loaded_library()
-        self._run, self._address = loaded.paceline_layer, ctypes.addressof(self._layer)
+        self.scratch_width = 2 * o.num_outputs + qkv.num_outputs + o.num_inputs + down.num_inputs
+        self._run, self.address = loaded_library().paceline_layer, ctypes.addressof(self._layer)
 
     def __deepcopy__(self, _memo: object) -> LayerCall:
         """Itself: nothing of it ever changes, and addresses are not to be copied."""
@@ -128,20 +132,61 @@ class LayerCall:
             attend: of this pass.
             layer: its index for `attend`.
         """
-        x_BTD, cosine, sine = x_BTD.contiguous(), rows[0].contiguous(), rows[1].contiguous()
-        num_rows = x_BTD.shape[0] * x_BTD.shape[1]
         y_BTD = torch.empty(x_BTD.shape, dtype=torch.bfloat16)
-        scratch = torch.empty(num_rows * self._scratch_width, dtype=torch.bfloat16)
-        given = _Pass(
-            x_BTD.data_ptr(),
-            y_BTD.data_ptr(),
-            scratch.data_ptr(),
-            cosine.data_ptr(),
-            sine.data_ptr(),
-            num_rows,
-            cosine.shape[-1],
-            attend.in_layer(layer),
-            attend.num_threads,
-        )
-        self._run(self._address, ctypes.addressof(given))
+        with _pass(x_BTD, y_BTD, rows, attend, layer, self.scratch_width) as given:
+            self._run(self.address, given)
         return y_BTD
+
+
+class LayersCall:
+    """Decoder layers of one size, one behind the other.
+
+    Args:
+        calls: of each.
+    """
+
+    def __init__(self, calls: Sequence[LayerCall]) -> None:
+        self.calls = tuple(calls)
+        self._addresses = (ctypes.c_void_p * len(calls))(*(call.address for call in calls))
+        self._scratch_width = max(call.scratch_width for call in calls)
+        self._run = loaded_library().paceline_layers
+
+    def __deepcopy__(self, _memo: object) -> LayersCall:
+        """Itself, as with `LayerCall`."""
+        return self
+
+    def __call__(self, x_BTD: Tensor, rows: tuple[Tensor, Tensor], attend: InLayer, key_stride: int) -> Tensor:
+        """Return the residual stream after each of the layers, [layers, B, T, D].
+
+        Args:
+            x_BTD: as for one layer.
+            rows: as for one layer.
+            attend: of this pass, in which rows see the same in every layer.
+            key_stride: from `attend`.
+        """
+        y = torch.empty(len(self.calls), *x_BTD.shape, dtype=torch.bfloat16)
+        with _pass(x_BTD, y, rows, attend, 0, self._scratch_width) as given:
+            self._run(ctypes.addressof(self._addresses), len(self.calls), key_stride, given)
+        return y
+
+
+@contextlib.contextmanager
+def _pass(
+    x_BTD: Tensor, y: Tensor, rows: tuple[Tensor, Tensor], attend: InLayer, layer: int, scratch_width: int
+) -> Iterator[int]:
+    """The address of what a call reads and writes, good as long as the memory behind it is held here."""
+    x_BTD, cosine, sine = x_BTD.contiguous(), rows[0].contiguous(), rows[1].contiguous()
+    num_rows = x_BTD.shape[0] * x_BTD.shape[1]
+    scratch = torch.empty(num_rows * scratch_width, dtype=torch.bfloat16)
+    given = _Pass(
+        x_BTD.data_ptr(),
+        y.data_ptr(),
+        scratch.data_ptr(),
+        cosine.data_ptr(),
+        sine.data_ptr(),
+        num_rows,
+        cosine.shape[-1],
+        attend.in_layer(layer),
+        attend.num_threads,
+    )
+    yield ctypes.addressof(given)

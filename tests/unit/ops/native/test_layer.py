@@ -8,7 +8,7 @@ from torch import Tensor
 
 from paceline.ops.native import rows as native
 from paceline.ops.native.attention import BlockedAttention, InLayer
-from paceline.ops.native.layer import LayerCall
+from paceline.ops.native.layer import LayerCall, LayersCall
 from paceline.ops.rotary import expand_rotary, rotary_table
 
 pytestmark = pytest.mark.skipif(
@@ -76,3 +76,39 @@ def test_one_call_has_the_bits_of_many(num_rows: int, has_bias: bool, has_qk_nor
     assert torch.equal(planes, apart)
     assert torch.equal(x, numbers(3, num_rows, WIDTH)), "the stream that came in may have been tapped"
     assert y.isfinite().all() and not torch.equal(y, x)
+
+
+@pytest.mark.parametrize("num_rows", [1, 9])
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_all_layers_in_one_call_have_the_bits_of_one_after_the_other(
+    num_rows: int, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    sizes = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": SIZE}
+    outputs = {"qkv": (HEADS + 2 * KV_HEADS) * SIZE, "o": WIDTH, "gate_up": 2 * INNER, "down": WIDTH}
+    inputs = {"qkv": WIDTH, "o": HEADS * SIZE, "gate_up": WIDTH, "down": INNER}
+
+    def layer(seed: int) -> LayerCall:
+        weights = {
+            name: native.pack((numbers(outputs[name], inputs[name], seed=seed).float() / 7).bfloat16(), is_gated=gated)
+            for name, gated in (("qkv", False), ("o", False), ("gate_up", True), ("down", False))
+        }
+        return LayerCall(
+            **weights, gains=(numbers(WIDTH, seed=5), numbers(WIDTH, seed=6)), qk_gains=None, eps=EPS, **sizes
+        )
+
+    calls = [layer(seed) for seed in (1, 2, 3)]
+    x, planes = numbers(3, num_rows, WIDTH), numbers(3, 2, KV_HEADS, 13, 16, SIZE)
+    positions = torch.tensor(STARTS).unsqueeze(1) + torch.arange(num_rows)
+    rows = expand_rotary(rotary_table(torch.linspace(1.0, 0.1, SIZE // 2), 64)[positions], torch.bfloat16)
+    apart = planes.clone()
+    attend = Causal(planes, num_rows)
+    found = LayersCall(calls)(x, rows, attend, attend.attend.key_stride)
+    expected = x
+    for index, call in enumerate(calls):
+        expected = call(expected, rows, Causal(apart, num_rows), index)
+        assert torch.equal(found[index], expected), f"the stream behind layer {index}"
+    assert torch.equal(planes, apart), "each layer's keys where they belong"
+    assert not torch.equal(LayersCall(calls)(x, rows, Causal(apart, num_rows), 0)[2], expected), (
+        "a wrong stride is seen"
+    )
