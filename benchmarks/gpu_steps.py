@@ -185,7 +185,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--case-seconds", type=float, default=12.0, help="rounds and steps of a case are fewer beyond; default 12"
     )
-    parser.add_argument("--record-prompts", action="store_true", help="record passes of prompts as well")
+    parser.add_argument(
+        "--record-prompts",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="record passes of prompts as well; default",
+    )
     parser.add_argument("--skip-wall", action="store_true", help="bare steps alone: no rounds of closed batches")
     parser.add_argument("--max-model-len", type=positive, default=1024, help="of the engines; default 1024")
     parser.add_argument("--skip-gate", action="store_true", help="measure without checking first")

@@ -159,7 +159,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu for a trial; default cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--mode", choices=MODES, default=DEFAULT, help="recorded steps, eager ones, or what is usual")
-    parser.add_argument("--record-prompts", action="store_true", help="record passes of prompts as well")
+    parser.add_argument(
+        "--record-prompts",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="record passes of prompts as well; default",
+    )
     parser.add_argument("--verify-method", choices=VERIFY_METHODS, default="standard", help="default standard")
     parser.add_argument("--draft-length", choices=("adaptive", "fixed"), default="adaptive")
     add_set_argument(parser, required=False)

@@ -65,6 +65,7 @@ class StepKey(NamedTuple):
             teaches.
         verify_method: how the waiting drafts are judged.
         rules: where the rules on tokens lie that the step reads: these arrays grow with what requests ask for.
+        has_stopper: whether somebody holds drafts back and learns from them.
     """
 
     num_requests: int
@@ -76,6 +77,7 @@ class StepKey(NamedTuple):
     plan_parts: tuple[bool, bool, bool, bool]
     verify_method: VerifyMethod
     rules: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    has_stopper: bool = False
 
 
 class StepInputs:
@@ -315,7 +317,7 @@ class StepRunner:
     def _run(self, batch: StepBatch) -> StepOutput:
         if self._record is None or not self._can_record(batch):
             self._counters.num_unrecorded_steps += self._record is not None
-            return self._run_plainly(batch)
+            return self.run_unrecorded(batch)
         work = self._work_for(self._rounded(batch), num_rows=batch.rows.num_rows)
         output: StepOutput = work.recorded.do(self._record, self._counters)
         self._counters.num_replayed_steps += work.recorded.is_recorded
@@ -360,7 +362,8 @@ class StepRunner:
         self._works.clear()
         self._inputs.clear()
 
-    def _run_plainly(self, batch: StepBatch) -> StepOutput:
+    def run_unrecorded(self, batch: StepBatch) -> StepOutput:
+        """Run a step as it is; nothing is recorded for later ones."""
         parts = self._parts
         batch = on_device(batch, parts.state.device)
         return decode_step(parts.target.model, parts.proposer, parts.cache, parts.state, parts.choice, batch)
@@ -405,6 +408,7 @@ class StepRunner:
             parts,
             batch.verify_method,
             self._parts.state.tokens.places() if batch.flags.any_rules else (),
+            batch.stopper is not None,
         )
 
     def _new_work(self, key: StepKey, batch: StepBatch) -> _Work:

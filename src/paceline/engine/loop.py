@@ -133,7 +133,7 @@ class EngineLoop:
             parts,
             self.counters,
             max_num_seqs=settings.max_num_seqs,
-            record=record if settings.record_prompts else None,
+            record=None if settings.record_prompts is False else record,
         )
         self._prompts = PromptPasses(
             parts,

@@ -73,7 +73,8 @@ class EngineSettings:
             grammar, whose masks depend on what was decided, make the host wait nevertheless.
         cuda_graphs: record decode steps as CUDA graphs and play them back; None is on a GPU with Triton, where nothing
             of a step asks the host. What a step computes does not change.
-        record_prompts: record passes of short prompts as well, where decode steps are recorded and the target is dense.
+        record_prompts: record passes of short prompts as well, where decode steps are recorded and the target is dense;
+            None does so. A pass is padded to a bucket then, and the first two of each shape are slow.
         check_invariants: check the engine around every pass, which costs far more than a pass; None asks the variable
             `PACELINE_DEBUG`.
         canary: "start" checks the drafter before the engine takes its first request, see `start_checks.py`.
@@ -99,7 +100,7 @@ class EngineSettings:
     max_itl_ms: float | None = None
     run_ahead: bool | None = None
     cuda_graphs: bool | None = None
-    record_prompts: bool = False
+    record_prompts: bool | None = None
     check_invariants: bool | None = None
     canary: CanaryMode = "off"
 

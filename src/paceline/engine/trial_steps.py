@@ -1,25 +1,36 @@
-"""Measuring what steps cost with real ones, on the slot that no request ever gets and on blocks lent for it."""
+"""Measuring what steps cost with real ones, on the slot that no request ever gets and on blocks lent for it.
+
+Where steps are recorded, the device's own clock counts, and it has something to do while the host puts a step together:
+while serving, a step is launched before the one ahead of it is read. Else the host's share would count as often as
+steps do, which flatters drafting, or would hide it where other processes keep the host busy.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from paceline.engine.block_tables import TRASH_BLOCK, BlockTables
-from paceline.engine.draft_stopper import DraftPlan
+from paceline.engine.draft_stopper import DraftPlan, DraftStopper
 from paceline.engine.graphs import StepRunner, on_device
 from paceline.engine.parts import EngineParts
+from paceline.engine.pass_timer import PassTimer
 from paceline.engine.proposal import Rows
+from paceline.engine.sampling import SamplingParameters
 from paceline.engine.sampling_flags import SamplingFlags
-from paceline.engine.step import StepBatch
+from paceline.engine.step import StepBatch, StepOutput
 from paceline.engine.step_cost import StepCosts, StepCostTable, measure_step_costs, sizes_to_measure
 
 _CONTEXT = 256
 _VERIFY_BUDGET_S = 1.0
 _DRAFT_BUDGET_S = 0.5
 _RECORDED_BUDGET_S = 5.0
+_GREEDY = SamplingFlags.of([])
+_SAMPLED = SamplingFlags.of([SamplingParameters(temperature=1.0)])
+_COMPILED_BATCHES = (1, 2, 16)  # kernels are compiled apart for 1, for multiples of 16, and for other numbers
 
 
 @torch.inference_mode()
@@ -78,26 +89,28 @@ class _Trial:
         self._parts, self._steps, self._slot, self._context = parts, steps, slot, context
         self._settled: tuple[int, Rows] | None = None
 
-    def verify(self, num_requests: int, num_rows: int) -> None:
+    def verify(self, num_requests: int, num_rows: int) -> float | None:
         """A step that drafts nothing."""
-        self._run(num_requests, num_rows, 0)
+        return self._timed(num_requests, num_rows, 0)
 
     def draft(self, num_requests: int, num_drafts: int) -> None:
         """The drafting behind a step, alone."""
         state, proposer = self._parts.state, self._parts.proposer
         assert proposer is not None, "something drafts"
         if self._settled is None or self._settled[0] != num_requests:
-            rows = on_device(self._run(num_requests, 1, 0), state.device).rows
-            self._settled = num_requests, rows
+            batch = self._batch(num_requests, 1, 0)
+            self._launch(batch).to_host()
+            self._settled = num_requests, on_device(batch, state.device).rows
         proposer.propose(self._settled[1], state, all_greedy=True, num_drafts=num_drafts).ids_BK.tolist()
 
     def measure_recorded(self, batch_sizes: Sequence[int], most: int) -> StepCosts:
         """Time what is played back: a step is one piece there, so drafting costs what it adds to a step of one row."""
 
-        def step_and_draft(num_requests: int, num_drafts: int) -> None:
-            self._run(num_requests, 1, num_drafts)
+        def step_and_draft(num_requests: int, num_drafts: int) -> float | None:
+            return self._timed(num_requests, 1, num_drafts)
 
         row_counts = sorted({self._steps.rows_of(rows) for rows in range(1, most + 2)})
+        self._compile_sampled([size for size in _COMPILED_BATCHES if size <= batch_sizes[-1]], row_counts, most)
         measure = partial(measure_step_costs, budget_s=_RECORDED_BUDGET_S, num_warm_ups=2, is_padded=True)
         verify = measure(self.verify, batch_sizes, row_counts)
         drafted = measure(step_and_draft, batch_sizes, [rows - 1 for rows in row_counts[1:]])
@@ -107,16 +120,46 @@ class _Trial:
         }
         return StepCosts(verify=verify, draft=StepCostTable(added, is_padded=True))
 
-    def _run(self, num_requests: int, num_rows: int, num_drafts: int) -> StepBatch:
+    def _compile_sampled(self, batch_sizes: Sequence[int], row_counts: Sequence[int], most: int) -> None:
+        """Run sampled steps once, or the first that chooses another length would wait for a compiler.
+
+        They leave no recordings: those of real steps have another stopper in them.
+        """
+        stopper = DraftStopper(self._slot, most, self._parts.state.device)
+        for num_requests in batch_sizes:
+            sizes = [(num_rows, most) for num_rows in row_counts] + [(1, rows - 1) for rows in row_counts[1:-1]]
+            for num_rows, num_drafts in sizes:
+                batch = self._batch(num_requests, num_rows, num_drafts)
+                plan = DraftPlan((num_drafts,) * num_requests, thresholds=(0.0,) * most)
+                batch = replace(batch, flags=_SAMPLED, plan=plan, stopper=stopper)
+                self._steps.run_unrecorded(batch).to_host()
+
+    def _timed(self, num_requests: int, num_rows: int, num_drafts: int) -> float | None:
+        """Run a step; its milliseconds where a device's clock knows them."""
+        device = self._parts.state.device
+        if device.type != "cuda":
+            self._launch(self._batch(num_requests, num_rows, num_drafts)).to_host()
+            return None
+        self._launch(self._batch(num_requests, num_rows, num_drafts))
+        batch = self._batch(num_requests, num_rows, num_drafts)
+        timer = PassTimer(device)
+        output = self._launch(batch)
+        timer.stop()
+        output.to_host()
+        return timer.milliseconds()
+
+    def _batch(self, num_requests: int, num_rows: int, num_drafts: int) -> StepBatch:
+        """Put a step together, with its slot back at the end of its context."""
         state = self._parts.state
         slots, starts = [self._slot] * num_requests, [self._context] * num_requests
         state.restore(self._slot, length=self._context, anchor=0, step=0)
         state.flush()
         rows = Rows(slots, torch.tensor(slots), starts, torch.tensor(starts), num_rows)
         plan = DraftPlan((num_drafts,) * num_requests) if num_drafts > 0 else None
-        batch = StepBatch(rows, SamplingFlags.of([]), writes_context=True, plan=plan)
-        self._steps.run(batch).to_host()
-        return batch
+        return StepBatch(rows, _GREEDY, writes_context=True, plan=plan)
+
+    def _launch(self, batch: StepBatch) -> StepOutput:
+        return self._steps.run(batch)
 
 
 def num_trial_blocks(tables: BlockTables, num_draft_tokens: int) -> int:

@@ -107,6 +107,16 @@ def test_a_chunk_that_needs_the_host_is_no_part_of_a_pass() -> None:
         prompt_numbers([masked], 1, 1, 9)
 
 
+def test_passes_are_recorded_where_steps_are_unless_it_is_refused() -> None:
+    target, _ = loaded()
+    for wanted, is_recorded in ((None, True), (True, True), (False, False)):
+        engine = Engine(target, None, EngineSettings(max_num_seqs=1, block_size=16, record_prompts=wanted))
+        assert engine._loop._prompt_runner.is_recording is is_recorded
+    steps_alone = Engine(target, None, EngineSettings(max_num_seqs=1, block_size=16))
+    steps_alone.generate([PROMPTS[0]] * 2, GREEDY)
+    assert steps_alone.stats().num_replayed_prompts == 1
+
+
 def test_what_is_played_back_is_counted() -> None:
     _, unrecorded = serve("dflash", GREEDY, record_prompts=False)
     stats = unrecorded.stats()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from tests.caches import make_cache
 from tests.tiny import loaded, tiny_prompts
 
+from paceline.engine import loop as loop_module
+from paceline.engine import trial_steps
 from paceline.engine.attends import AttentionChoice
 from paceline.engine.block_tables import BlockTables
 from paceline.engine.counters import Counters
 from paceline.engine.engine import Engine, EngineSettings
-from paceline.engine.graphs import StepRunner
+from paceline.engine.graphs import Repeated, StepKey, StepRunner
 from paceline.engine.make_proposer import make_proposer
 from paceline.engine.parts import make_parts
 from paceline.engine.request import SamplingParameters
@@ -97,3 +101,74 @@ def test_trial_steps_have_the_sizes_that_will_occur() -> None:
     engine._loop._measure_costs()
     assert sizes["verify"] == {(requests, rows) for requests in (1, 2, 4) for rows in (1, 5, 8)}
     assert sizes["draft"] == {(requests, rows) for requests in (1, 2, 4) for rows in (2, 8)}
+
+
+@pytest.fixture
+def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[StepKey, bool]]]:
+    """Engines record, as on a GPU; gives the key of every step that is done, and whether a stopper is in it."""
+    paged = AttentionChoice(is_batched=True, is_row_invariant=False, is_paged=True)
+    monkeypatch.setattr(AttentionChoice, "for_device", classmethod(lambda *_args, **_options: paged))
+    monkeypatch.setattr(loop_module, "make_recorder", lambda *_args, **_options: Repeated)
+    done: list[tuple[StepKey, bool]] = []
+    find = StepRunner._work_for
+
+    def watched(runner: StepRunner, batch: Any, *, num_rows: int) -> Any:
+        work = find(runner, batch, num_rows=num_rows)
+        done.append((work._key, work._stopper is not None))
+        assert (work._stopper is not None) == (batch.stopper is not None), "a recording of somebody else's steps"
+        return work
+
+    monkeypatch.setattr(StepRunner, "_work_for", watched)
+    yield done
+
+
+def test_recordings_of_trial_steps_do_not_serve_steps_that_learn(recording: list[tuple[StepKey, bool]]) -> None:
+    """A trial step has nobody who holds drafts back; a probe has the same shape."""
+    target, drafter = loaded(drafter_family="dflash2")
+    engine = Engine(target, drafter, EngineSettings(max_num_seqs=2, block_size=16, draft_length="adaptive"))
+    in_trials = set(recording)
+    assert in_trials and not any(has_stopper for _, has_stopper in in_trials)
+    controller = engine._loop.drafting.planner.controller
+    assert controller is not None
+    controller.next_num_drafts = lambda _num_requests: 7  # type: ignore[method-assign]
+    controller.num_drafts = 0  # so that every block is a probe
+    steps = engine._loop._steps
+    step = StepRunner.run
+
+    def with_one_row(runner: StepRunner, batch: Any) -> Any:
+        return step(runner, replace(batch, rows=replace(batch.rows, num_rows=1)))
+
+    engine._loop.run_step = lambda batch: with_one_row(steps, batch)
+    engine.generate(tiny_prompts([9]), replace(GREEDY, max_tokens=6))
+    assert {key for key, _ in in_trials} & {key._replace(has_stopper=False) for key, _ in recording[len(in_trials) :]}
+    assert all(key.has_stopper == has_stopper for key, has_stopper in recording)
+
+
+@pytest.mark.usefixtures("recording")
+def test_shapes_of_sampled_steps_are_run_once_before_any_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    run = StepRunner.run_unrecorded
+
+    def watched(runner: StepRunner, batch: Any) -> Any:
+        sizes.append((len(batch.rows.slots), batch.rows.num_rows, batch.plan.most, batch.flags.all_greedy))
+        return run(runner, batch)
+
+    monkeypatch.setattr(StepRunner, "run_unrecorded", watched)
+    target, drafter = loaded(drafter_family="dflash2")
+    Engine(target, drafter, EngineSettings(max_num_seqs=3, block_size=16, draft_length="adaptive"))
+    rows = [(1, 7), (2, 7), (4, 7), (8, 7), (1, 1), (1, 3)]
+    assert sizes == [(requests, *each, False) for requests in (1, 2) for each in rows]
+
+
+@pytest.mark.usefixtures("recording")
+def test_what_a_devices_clock_says_is_what_a_step_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(_trial: Any, num_requests: int, num_rows: int, num_drafts: int) -> float:
+        return 1.0 + num_requests * num_rows + 10.0 * num_drafts
+
+    monkeypatch.setattr(trial_steps._Trial, "_timed", told)
+    target, drafter = loaded()
+    engine = Engine(target, drafter, EngineSettings(max_num_seqs=2, block_size=16, draft_length="adaptive"))
+    controller = engine._loop.drafting.planner.controller
+    assert controller is not None
+    assert controller._costs.step_ms(2, 0) == 3.0
+    assert controller._costs.step_ms(2, 7) == 1.0 + 2 * 8 + 70.0
