@@ -32,6 +32,7 @@ from paceline.training.ranks import Ranks
 
 TAPS = (TargetLayerId(0), TargetLayerId(1), TargetLayerId(2))
 FAMILIES = ("plain", "dflash", "dflash2", "eagle3")
+CASE = {"tensor_size": 2, "linear_mode": "plain"}
 Found = list[dict[str, Any]]
 
 
@@ -53,7 +54,7 @@ def recording(*, fails: bool = False) -> Iterator[None]:
 
 
 def run(world: World, folder: Path, family: str, scripts: Any) -> dict[str, Any]:
-    case = {"target": str(folder / "target"), "tensor_size": 2, "linear_mode": "plain"}
+    case: dict[str, Any] = {**CASE, "target": str(folder / "target")}
     if family != "plain":
         case["drafter"] = family
     opened = open_target(world, settings(folder, case))
@@ -90,6 +91,7 @@ def on_rank(ranks: Ranks, folder: Path, scripts: Any) -> dict[str, Any]:
             found[family] = run(world, folder, family, scripts)
     with recording(fails=ranks.rank == 1):
         found["one cannot record"] = run(world, folder, "dflash", scripts)
+    found["too long"] = decode(world, folder, {**CASE, "target": str(folder / "target"), "max_model_len": 20})
     found["head"] = best_scores(world)
     propose = BlockProposer.propose
 
@@ -118,7 +120,7 @@ def best_scores(world: World) -> dict[Any, Any]:
 
 def drafts_of(world: World, folder: Path) -> list[list[int]]:
     """What waits behind a prompt."""
-    case = {"target": str(folder / "target"), "tensor_size": 2, "linear_mode": "plain", "drafter": "dflash"}
+    case = {**CASE, "target": str(folder / "target"), "drafter": "dflash"}
     decoder: Any = open_target(world, settings(folder, case)).decoder
     decoder.engine.add_request(ANY_REQUESTS[0].prompt_ids, ANY_REQUESTS[0].sampling())
     decoder.engine._loop.run_step = lambda _batch: (_ for _ in ()).throw(KeyboardInterrupt)
@@ -189,6 +191,13 @@ def test_every_rank_verifies_the_deciders_drafts(ranks: Found, alone: Any) -> No
     assert all(rank["drafts differ"]["tokens"] == alone for rank in ranks)
     untold = [rank["and are not told"] for rank in ranks]
     assert untold[0] != untold[1], "were they not told, each would verify a text of its own"
+
+
+def test_a_request_that_cannot_be_served_is_told_by_one_rank(ranks: Found) -> None:
+    first, second = (rank["too long"] for rank in ranks)
+    assert first["error"] == "RequestError" and "request 1 has a prompt of 23 tokens" in first["told"]
+    assert second["error"] == "OtherRankFailedError"
+    assert ranks[0]["head"], "and the ranks go on in step"
 
 
 def test_a_failure_elsewhere_is_one_here() -> None:
