@@ -52,8 +52,8 @@ class DecodeSettings:
         borders: first layer of every stage but the first; None cuts evenly.
         tensor_size: ranks that share each layer.
         dtype: "auto", "bfloat16", "float16" or "float32".
-        linear_mode: "auto" packs bf16 weights on CPUs that have the instructions; "row_invariant" makes tokens with
-            drafts those without, to the last one.
+        linear_mode: "auto" packs bf16 weights on CPUs that have the instructions, and on a GPU takes fused layers of a
+            dense target that all ranks share; "row_invariant" makes tokens with drafts those without, to the last one.
         num_draft_tokens: proposals per step; None is what the drafter was trained for.
         aux_hidden_stream: feed the drafter another stream than it was trained on, to compare the two.
         num_places: requests at the same time.
@@ -284,7 +284,7 @@ def _drafting(
 def _mode(terms: _Terms, settings: DecodeSettings, mesh: Mesh) -> LinearMode:
     like = torch.empty(1, 1, dtype=terms.dtype, device=mesh.world.device)
     asked, is_dense = settings.linear_mode, terms.contract.kimi is None
-    if terms.shares_every_layer and is_dense:  # layers as they are, with norms of one launch, and a fused drafter
+    if terms.shares_every_layer and is_dense:
         could_be = asked == "auto" and HAS_TRITON and like.device.type == "cuda" and terms.dtype == torch.bfloat16
         if asked == "fused" or could_be:
             return "fused"
