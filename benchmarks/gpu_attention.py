@@ -270,10 +270,11 @@ def _variants(size: Size, chosen: Launch, inputs: Inputs, sweep: str) -> Iterato
 
 
 def _call(inputs: Inputs, layer: int, launch: Launch, parts: int) -> Callable[[], object]:
-    from paceline.ops.paged_attention_kernel import paged_attention_triton
+    from paceline.ops.paged_attention_kernel import new_arrivals, paged_attention_triton
 
     arguments = inputs.arguments(layer)
-    return lambda: paged_attention_triton(*arguments, num_parts=parts, launch=launch)
+    arrivals = new_arrivals(arguments[0].device)
+    return lambda: paged_attention_triton(*arguments, num_parts=parts, launch=launch, arrivals=arrivals)
 
 
 def _sdpa_calls(size: Size, num_layers: int, device: torch.device) -> list[Callable[[], object]]:

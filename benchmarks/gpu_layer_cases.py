@@ -20,7 +20,7 @@ from paceline.models.fused_layer import FusedLayer, run_fused
 from paceline.ops.linear_gated import linear_gated_reference, linear_gated_triton
 from paceline.ops.linear_residual import linear_residual_reference, linear_residual_triton
 from paceline.ops.paged_attention import PagedAttend, paged_attention
-from paceline.ops.paged_attention_kernel import Launch, paged_attention_triton
+from paceline.ops.paged_attention_kernel import Launch, new_arrivals, paged_attention_triton
 from paceline.ops.project_heads import Cells, HeadForm, project_heads_reference, project_heads_triton
 from paceline.ops.rotary import rotary_table
 from paceline.ops.scale_rows import scale_rows
@@ -355,6 +355,7 @@ def _attention_of(inputs: Inputs, context: Context) -> Callable[[Layer, Tensor],
     table[:num_requests, :each] = torch.arange(num_requests * each, device=device).view(num_requests, each)
     slots_B = torch.arange(num_requests, device=device)
     starts_B = torch.full_like(slots_B, context.num_positions - num_rows)
+    options = {"launch": context.launch, "arrivals": new_arrivals(device)}
 
     def attend(layer: Layer, q_RNH: Tensor) -> Tensor:
         q_BTNH = q_RNH.unflatten(0, (num_requests, num_rows))
@@ -362,7 +363,7 @@ def _attention_of(inputs: Inputs, context: Context) -> Callable[[Layer, Tensor],
         none = (None, None, None, True, None)  # no tail, no first position, no window; causal; no sink
         if device.type == "cpu":  # whose interpreter does not count turns
             return paged_attention(q_BTNH, pages, table, slots_B, starts_B, scale=scale).flatten(0, 1)
-        y_BTNH = paged_attention_triton(q_BTNH, pages, table, slots_B, starts_B, *none, scale, launch=context.launch)
+        y_BTNH = paged_attention_triton(q_BTNH, pages, table, slots_B, starts_B, *none, scale, **options)
         return y_BTNH.flatten(0, 1)
 
     return attend

@@ -393,7 +393,9 @@ def _attend(inputs: Inputs, context: int) -> PagedAttend:
     import torch
 
     from paceline.ops.paged_attention import PagedAttend, paged_attention
+    from paceline.ops.paged_attention_kernel import new_arrivals
 
+    arrivals = new_arrivals(inputs.table.device)
     block_size = inputs.planes.shape[4]
     at_T = context + torch.arange(ROWS_OF_REQUEST, device=inputs.table.device)
     blocks_BT = inputs.table[inputs.slots_B][:, at_T // block_size].long()
@@ -404,7 +406,9 @@ def _attend(inputs: Inputs, context: int) -> PagedAttend:
             return inputs.planes[layer], rows_T
 
         def stored(self, layer: int, q_BTNH: torch.Tensor, *, sink_N: torch.Tensor | None = None) -> torch.Tensor:
-            return paged_attention(q_BTNH, inputs.planes[layer], inputs.table, inputs.slots_B, inputs.starts_B)
+            return paged_attention(
+                q_BTNH, inputs.planes[layer], inputs.table, inputs.slots_B, inputs.starts_B, arrivals=arrivals
+            )
 
     return Attends()
 

@@ -21,6 +21,8 @@ from paceline.engine.block_contents import (
     poison_blocks,
 )
 from paceline.engine.block_tables import BlockTables
+from paceline.ops.paged_attention_kernel import new_arrivals
+from paceline.ops.skinny_product import new_counters
 
 Write = Callable[[int, Tensor, Tensor], None]  # layer, keys, values
 Read = Callable[[int], tuple[Tensor, Tensor]]
@@ -58,6 +60,8 @@ class KeyValueCache:
             tables, layers=(num_layers, 2, num_kv_heads), width=head_size, dtype=dtype, device=device
         )
         self.tables = tables
+        # What kernels count in, at fixed addresses: another engine on another stream has its own.
+        self.counters, self.arrivals = new_counters(device), new_arrivals(device)
         self.num_kv_heads, self.head_size = num_kv_heads, head_size
         num_rows = tables.num_blocks * tables.block_size
         # Made once, in the shapes that are asked for: a decode step on a CPU feels every view it makes.

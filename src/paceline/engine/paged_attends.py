@@ -48,6 +48,7 @@ class CausalPaged(PagedAttend):
     ) -> None:
         self._table, self._slots_B, self._starts_B, self._firsts_B = cache.tables.table, slots_B, starts_B, firsts_B
         self._windows, self._planes = windows, cache.planes.unbind(0)
+        self.counters, self._arrivals = cache.counters, cache.arrivals
         if cells_BT is None:
             tables = cache.tables
             cells_BT = table_rows(tables.table, slots_B, starts_B, num_rows, block_size=tables.block_size)
@@ -66,6 +67,7 @@ class CausalPaged(PagedAttend):
             firsts_B=self._firsts_B,
             window=None if self._windows is None else self._windows[layer],
             sink_N=sink_N,
+            arrivals=self._arrivals,
         )
 
 
@@ -94,6 +96,7 @@ class BlockPaged(PagedAttend):
     ) -> None:
         self._table, self._slots_B, self._lengths_B, self._firsts_B = cache.tables.table, slots_B, lengths_B, firsts_B
         self._windows, self._causal, self._planes = windows, causal, cache.planes.unbind(0)
+        self.counters, self._arrivals = cache.counters, cache.arrivals
         B = slots_B.shape[0]
         # One for all layers: a layer's rows are read before those of the next are known.
         shape = (2, cache.num_kv_heads, 1, B * num_rows, cache.head_size)
@@ -115,4 +118,5 @@ class BlockPaged(PagedAttend):
             window=self._windows[layer],
             is_causal=self._causal[layer],
             sink_N=sink_N,
+            arrivals=self._arrivals,
         )

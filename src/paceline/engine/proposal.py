@@ -177,7 +177,7 @@ class BlockProposer:
         if rows_BT is None and self._choice.is_batched:
             rows_BT = cache.tables.rows_of(rows.slots_B, positions_BT)
         if rows_BT is not None and backbone.is_stacked:
-            backbone.write_taps(taps, rows_BT, positions_BT, cache.planes)
+            backbone.write_taps(taps, rows_BT, positions_BT, cache.planes, counters=cache.counters)
             return
         if rows_BT is not None:
             write: Write = partial(cache.write_batch, cells=cache.cells_to_write(rows_BT))

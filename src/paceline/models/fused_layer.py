@@ -60,7 +60,7 @@ class FusedLayer(NamedTuple):
 
     Attributes:
         most_rows: up to here each product and what surrounds it are one launch (`most_fused_rows`).
-        counters: of launches whose programs share outputs.
+        counters: of launches whose programs share outputs, where a pass has none of its own (`PagedAttend.counters`).
         attention_convolution: around attention; either both sublayers have one or none has.
         mlp_convolution: around the MLP.
         total: where a layer is shared out, what makes a whole of this part's output of a sublayer, before its bias.
@@ -186,6 +186,11 @@ class Pass(NamedTuple):
     def form(self, layer: FusedLayer) -> HeadForm:
         return HeadForm(layer.num_heads, layer.eps, self.is_neox_style, layer.value_scale)
 
+    def counters(self, layer: FusedLayer) -> Tensor:
+        """Zeros for launches whose programs share outputs."""
+        own = self.attend.counters
+        return layer.counters if own is None else own
+
     def cells(self, index: int) -> Cells:
         return Cells(*self.attend.cells(self.first_layer + index))
 
@@ -199,7 +204,7 @@ def _run_few(layers: Sequence[FusedLayer], x_RD: Tensor, shared: Pass) -> Iterat
     """Each product in one launch with what surrounds it; the stream after every layer."""
     rows = shared.prepared or scale_rows(x_RD, layers[0].input_gain_D)
     for index, layer in enumerate(layers):
-        counters = layer.counters
+        counters = shared.counters(layer)
         q_RNH = project_heads(
             rows.scaled_TD,
             rows.squares_TS,
@@ -273,7 +278,7 @@ def _run_convolved(layers: Sequence[FusedLayer], x_RD: Tensor, shared: Pass) -> 
     is_few = layers[0].most_rows >= x_RD.shape[0]
     _, y_RD = add_norm(x_RD, None, layers[0].input_gain_D, eps=layers[0].eps)
     for index, layer in enumerate(layers):
-        eps, counters = layer.eps, layer.counters
+        eps, counters = layer.eps, shared.counters(layer)
         around, form, cells = layer.attention_convolution, shared.form(layer), shared.cells(index)
         product = partial(_product, is_few=is_few, counters=counters)
         y_RD, close = _opened(y_RD, around, shared.offset_R, product)

@@ -40,9 +40,10 @@ def run_summed(layers: Sequence[FusedLayer], x_RD: Tensor, shared: Pass) -> Iter
     _, y_RD = add_norm(x_RD, None, layers[0].input_gain_D, eps=layers[0].eps)
     for index, layer in enumerate(layers):
         y_RI = shared.mixed(index, _heads(layer, y_RD, index, shared, is_few=is_few), layer)
-        z_RD = _output(layer, y_RI, layer.o, layer.o_bias, is_few=is_few)
+        counters = shared.counters(layer) if is_few else None
+        z_RD = _output(layer, y_RI, layer.o, layer.o_bias, counters)
         x_RD, y_RD = add_norm(x_RD, z_RD, layer.mlp_gain_D, eps=layer.eps)
-        z_RD = _output(layer, _gated(layer, y_RD, is_few=is_few), layer.down, layer.down_bias, is_few=is_few)
+        z_RD = _output(layer, _gated(layer, y_RD, counters), layer.down, layer.down_bias, counters)
         if index + 1 < len(layers):
             following = layers[index + 1]
             x_RD, y_RD = add_norm(x_RD, z_RD, following.input_gain_D, eps=following.eps)
@@ -65,24 +66,24 @@ def _heads(layer: FusedLayer, y_RD: Tensor, index: int, shared: Pass, *, is_few:
         form,
         bias_X=layer.qkv_bias,
         qk_gains=layer.qk_gains,
-        counters=layer.counters,
+        counters=shared.counters(layer),
     )
 
 
-def _gated(layer: FusedLayer, y_RD: Tensor, *, is_few: bool) -> Tensor:
-    if is_few:
-        return linear_gated(
-            y_RD, None, layer.gate_up, eps=layer.eps, bias_X=layer.gate_up_bias, counters=layer.counters
-        )
+def _gated(layer: FusedLayer, y_RD: Tensor, counters: Tensor | None) -> Tensor:
+    if counters is not None:
+        return linear_gated(y_RD, None, layer.gate_up, eps=layer.eps, bias_X=layer.gate_up_bias, counters=counters)
     gate_RI, up_RI = functional.linear(y_RD, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
     return gated_activation(gate_RI, up_RI, _SILU)
 
 
-def _output(layer: FusedLayer, y_RI: Tensor, weight_DI: Tensor, bias_D: Tensor | None, *, is_few: bool) -> Tensor:
-    """A sublayer's output, whole: the parts' sum, and then the bias."""
+def _output(
+    layer: FusedLayer, y_RI: Tensor, weight_DI: Tensor, bias_D: Tensor | None, counters: Tensor | None
+) -> Tensor:
+    """A sublayer's output, whole: the parts' sum, and then the bias; few rows have counters."""
     assert layer.total is not None, "shares of layers"
-    if is_few:
-        partial_RD = linear_rows(y_RI, weight_DI, counters=layer.counters)
+    if counters is not None:
+        partial_RD = linear_rows(y_RI, weight_DI, counters=counters)
     else:
         partial_RD = functional.linear(y_RI, weight_DI)
     total_RD = layer.total(partial_RD)

@@ -27,7 +27,14 @@ from paceline.ops.paged_attention_kernel import is_page, paged_attention_triton
 
 
 class PagedAttend(ABC):
-    """An `Attend` whose rows may be stored by whoever computes them."""
+    """An `Attend` whose rows may be stored by whoever computes them.
+
+    Attributes:
+        counters: from `skinny_product.new_counters`, for the products around; None leaves them to the layers, which
+            are not one engine's alone.
+    """
+
+    counters: Tensor | None = None
 
     @abstractmethod
     def cells(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -73,9 +80,10 @@ def paged_attention_reference(
     sink_N: Tensor | None,
     scale: float,
     num_parts: int | None = None,
+    arrivals: Tensor | None = None,
 ) -> Tensor:
     """The definition: gathers the longest context of the batch, in float32, or in float64 for what came in it."""
-    del num_parts  # how the work is shared
+    del num_parts, arrivals  # how the work is shared
     B, T = q_BTNH.shape[:2]
     num_kv_heads, block_size = planes.shape[1], planes.shape[3]
     device = q_BTNH.device
@@ -128,6 +136,7 @@ def paged_attention(
     sink_N: Tensor | None = None,
     scale: float | None = None,
     num_parts: int | None = None,
+    arrivals: Tensor | None = None,
 ) -> Tensor:
     """Attend over blocks, and over the pass's own rows in them or in a tail.
 
@@ -145,6 +154,7 @@ def paged_attention(
         sink_N: one logit per query head that joins the softmax's denominator.
         scale: of the scores; None is H^-1/2.
         num_parts: programs that share a context, at most; None follows from the shapes. For tests and measurements.
+        arrivals: from `new_arrivals`, for launches that follow each other; without, one that counts makes its own.
 
     Returns:
         [B, T, N, H] in the queries' dtype, contiguous.
@@ -157,7 +167,9 @@ def paged_attention(
         return torch.empty(q_BTNH.shape, dtype=q_BTNH.dtype, device=q_BTNH.device)
     scale = q_BTNH.shape[3] ** -0.5 if scale is None else scale
     run = choose("paged_attention", q_BTNH, paged_attention_reference, paged_attention_triton)
-    return run(q_BTNH, planes, table, slots_B, starts_B, tail, firsts_B, window, is_causal, sink_N, scale, num_parts)
+    form = (tail, firsts_B, window, is_causal, sink_N, scale)
+    y_BTNH: Tensor = run(q_BTNH, planes, table, slots_B, starts_B, *form, num_parts, arrivals=arrivals)
+    return y_BTNH
 
 
 def _check(

@@ -33,9 +33,7 @@ _MOST_JOIN_STAGES = 8  # parts whose sums are on their way
 _MOST_EARLY = 1024  # channels of a row: a launch of more, begun early, takes the memory from the one ahead
 _LEAST_PLACED = 64  # rows: with more, the one ahead places heads, and needs no memory
 _NO_WINDOW = 2**30
-_NUM_COUNTERS = 2**16
-# Arrivals at each tile of a launch, zero between launches. Launches on a device follow each other, on one stream.
-_counters: dict[torch.device, Tensor] = {}
+_NUM_ARRIVALS = 2**16
 
 
 @dataclass(frozen=True)
@@ -267,6 +265,7 @@ def paged_attention_triton(
     scale: float,
     num_parts: int | None = None,
     launch: Launch | None = None,
+    arrivals: Tensor | None = None,
 ) -> Tensor:
     """Launch the kernel; grid and parts follow from shapes alone.
 
@@ -291,9 +290,9 @@ def paged_attention_triton(
     y_BTNH = torch.empty(B, T, N, H, dtype=q_BTNH.dtype, device=device)
     sums = counters = y_BTNH  # nothing reads them where nobody shares a context
     if num_parts > 1:
-        assert num_tiled <= _NUM_COUNTERS, "so many tiles fill any GPU without sharing contexts"
+        assert num_tiled <= _NUM_ARRIVALS, "so many tiles fill any GPU without sharing contexts"
         sums = _room_for_sums(num_tiled * num_parts * launch.queries * (H + 2), device)
-        counters = _counters_of(device)
+        counters = new_arrivals(device) if arrivals is None else arrivals
     is_alone = N * H <= _MOST_EARLY and num_tiled <= _MULTIPROCESSORS
     is_early = dependent_launch() and (is_alone or B * T > _LEAST_PLACED)
     fetched = max(launch.fetched, launch.stages if is_early else 0)
@@ -405,10 +404,6 @@ def _room_for_sums(num_sums: int, device: torch.device) -> Tensor:
     return torch.empty(num_sums, dtype=torch.float32, device=device)
 
 
-def _counters_of(device: torch.device) -> Tensor:
-    found = _counters.get(device)
-    if found is None:
-        is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        assert not is_capturing, "run a pass once before it is captured: what it counts in is not the graph's alone"
-        found = _counters[device] = torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=device)
-    return found
+def new_arrivals(device: torch.device) -> Tensor:
+    """int32 zeros, one for each tile of a launch. Every launch leaves zeros; one at the same time needs its own."""
+    return torch.zeros(_NUM_ARRIVALS, dtype=torch.int32, device=device)

@@ -10,6 +10,7 @@ from tests.unit.engine.test_paged_attends import force_paged, texts
 from torch import Tensor
 
 from paceline.checkpoint.contract import DrafterFamily
+from paceline.engine import paged_attends
 from paceline.models import fused_layer
 from paceline.models.fused_layer import linear_gated
 
@@ -31,6 +32,46 @@ def test_greedy_texts_are_those_of_the_modules(
     target, drafter = loaded(family, linear_mode="fused", drafter_family=drafter_family)
     assert texts(target, drafter, at_once=3, prefill_chunk_size=16, block_size=8) == alone
     assert launched, "the fused layers ran"
+
+
+def counted_in(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Tensor], list[Tensor]]:
+    """What launches of an engine count in: products, and attention."""
+    target, drafter = loaded(linear_mode="fused")
+    products, attentions = [], []
+    gated, attention = fused_layer.linear_gated, paged_attends.paged_attention
+
+    def noted_product(*arguments: Any, **options: Any) -> Tensor:
+        products.append(options["counters"])
+        return gated(*arguments, **options)
+
+    def noted_attention(*arguments: Any, **options: Any) -> Tensor:
+        attentions.append(options["arrivals"])
+        return attention(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fused_layer, "linear_gated", noted_product)
+        patch.setattr(paged_attends, "paged_attention", noted_attention)
+        for _ in range(2):
+            texts(target, drafter, at_once=2)
+    return products, attentions
+
+
+def test_two_engines_of_one_model_count_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two streams their launches run at the same time; each has fixed memory for its two caches."""
+    force_paged(monkeypatch)
+    for launches in counted_in(monkeypatch):
+        addresses = [each.data_ptr() for each in launches]  # all are alive, so none is given twice
+        half = len(addresses) // 2
+        assert len(set(addresses[:half])) == len(set(addresses[half:])) == 2
+        assert set(addresses[:half]).isdisjoint(addresses[half:])
+
+
+def test_counting_in_what_belongs_to_the_model_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    force_paged(monkeypatch)
+    monkeypatch.setattr(fused_layer.Pass, "counters", lambda _pass, layer: layer.counters)
+    products, _ = counted_in(monkeypatch)
+    num_layers = 4 + 2
+    assert len({each.data_ptr() for each in products}) == num_layers, "those of the layers, in both engines"
 
 
 def test_a_lost_residual_changes_some(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,13 @@ def check(
     tolerance = 2e-6 if dtype == torch.float32 else 2**-8
     # Both at the same time in memory: else the second may find the first's numbers where it writes none.
     is_shared = num_parts is None or num_parts > 1
-    both = [run(*case.arguments(device), num_parts=num_parts, launch=launch) for _ in range(1 + is_shared)]
+    options = {
+        "num_parts": num_parts,
+        "launch": launch,
+        "arrivals": kernels.new_arrivals(device) if is_shared else None,
+    }
+    both = [run(*case.arguments(device), **options) for _ in range(1 + is_shared)]
+    assert options["arrivals"] is None or not options["arrivals"].any()
     found = [each.cpu()[: len(starts)] for each in both]
     assert found[0].dtype == dtype and found[0].is_contiguous()
     torch.testing.assert_close(found[0].double(), expected, rtol=tolerance, atol=tolerance)

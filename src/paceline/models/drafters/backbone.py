@@ -176,15 +176,31 @@ class DrafterBackbone(nn.Module):
         assert self._stacked_kv is not None, "the caller asks `is_stacked`"
         self._write(self._stacked_kv(features_BTD).flatten(0, 1), rows_BT, positions_BT, planes)
 
-    def write_taps(self, taps: Sequence[Tensor], rows_BT: Tensor, positions_BT: Tensor, planes: Tensor) -> None:
-        """`context_features` and `write_context`; where both are fused, few rows take four launches."""
+    def write_taps(
+        self,
+        taps: Sequence[Tensor],
+        rows_BT: Tensor,
+        positions_BT: Tensor,
+        planes: Tensor,
+        *,
+        counters: Tensor | None = None,
+    ) -> None:
+        """`context_features` and `write_context`; where both are fused, few rows take four launches.
+
+        Args:
+            taps: in their order.
+            rows_BT: as for `write_context`.
+            positions_BT: as for `write_context`.
+            planes: written in place.
+            counters: of the engine; None takes a layer's.
+        """
         stacked = self._stacked_kv
         assert stacked is not None, "the caller asks `is_stacked`"
         if not self._fused or rows_BT.numel() > LARGEST_ROWS:
             self.write_context(self.context_features(taps), rows_BT, positions_BT, planes)
             return
         joined_RX = self._joined(taps).flatten(0, 1)
-        counters = self._fused[0].counters
+        counters = self._fused[0].counters if counters is None else counters
         rows = linear_residual_scaled(
             joined_RX, self.fc.weight, None, self.hidden_norm.weight, bias_O=self.fc.bias, counters=counters
         )
