@@ -30,7 +30,8 @@ _DRAFT_BUDGET_S = 0.5
 _RECORDED_BUDGET_S = 5.0
 _GREEDY = SamplingFlags.of([])
 _SAMPLED = SamplingFlags.of([SamplingParameters(temperature=1.0)])
-_COMPILED_BATCHES = (1, 2, 16)  # kernels are compiled apart for 1, for multiples of 16, and for other numbers
+# Kernels are compiled apart for 1, for multiples of 16, and for other numbers; with many rows others are launched.
+_COMPILED_BATCHES = (1, 2, 8, 16)
 
 
 @torch.inference_mode()

@@ -187,6 +187,7 @@ def verify_block_triton(
     is_tempered: bool = True,
 ) -> VerifiedBlock:
     """Two kernels, or four, called as the reference is; equal to it but for near-ties, see `finalise_block`."""
+    processed_BLV = processed_BLV.contiguous()  # once, not for each of them
     if not acceptance.reads_q(method):  # no id is left out of the rows' own draws
         candidates = acceptance.GivenCandidates(draft_ids_BK.new_empty(*draft_ids_BK.shape, 0), None)
     elif candidate_ids_BKC is None:
