@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 
 NAME = "stream-swap"
 STREAMS: tuple[AuxHiddenStream, ...] = ("attn_res", "prefix")
-FAMILIES = ("dflash", "dflash2", "dspark", "eagle3")
+LATENT = "dspark-latent"
+FAMILIES = ("dflash", "dflash2", "dspark", LATENT, "eagle3")
 WALKS, SUCCESSORS = "walks", "successors"
 _NUM_PROMPT_TOKENS = 8
 _VOCAB_SIZE = 512
@@ -197,7 +198,7 @@ def train_on(
         "device": "cpu",
         "target": {"name": "random", "dtype": "float32"},
         "drafter": {
-            "family": family,
+            "family": "dspark" if family == LATENT else family,
             "num_layers": 2,
             "intermediate_size": 2 * options.hidden_size,
             "target_layer_ids": sorted({capture - 1 for capture in default_capture_ids}),
@@ -212,12 +213,21 @@ def train_on(
         "evaluate": {"num_conversations": 0},
         "checkpoint": {"every": options.num_steps, "keep": 1},
     }
+    if family == LATENT:
+        settings["drafter"] |= _latent_sizes(options.hidden_size)
     say(f"{family}: {options.num_steps} steps on {stream}")
     asked = TrainRun.model_validate(settings)
     capture(asked, target, features)
     outcome = train(asked, target)
     assert outcome.drafter is not None, "a run that is not interrupted ends in a drafter"
     return outcome.drafter
+
+
+def _latent_sizes(width: int) -> dict[str, Any]:
+    """Latent attention, which is drafted with from the anchor's own row on; of four heads, as the target's."""
+    sizes = {"q_lora_rank": width // 2, "kv_lora_rank": width // 2, "v_head_size": width // 4}
+    keys = {"qk_nope_head_size": width // 4, "qk_rope_head_size": width // 8}
+    return {"layout": "anchor_sampling", **sizes, **keys}
 
 
 def capture(asked: TrainRun, target: LoadedTarget, folder: Path) -> None:

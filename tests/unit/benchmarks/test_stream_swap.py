@@ -22,17 +22,17 @@ COUNTS: Counts = {
 }
 
 
-@pytest.mark.parametrize("text", ["successors", "walks"])
-def test_a_run(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("text", "family"), [("successors", "dflash"), ("walks", "dspark-latent")])
+def test_a_run(text: str, family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {"lessons": 2, "texts": 16, "prompts": 4, "steps": 4, "draft-tokens": 3}
     options = [part for name, size in sizes.items() for part in (f"--num-{name}", str(size))]
     command = [*SHAPE, "--text", text, *options]
-    assert main([*command, "--family", "dflash", "--out", str(tmp_path)]) == 0
+    assert main([*command, "--family", family, "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "stream-swap.json").read_text())
-    assert [(row["family"], row["trained_on"]) for row in found["rows"]] == [("dflash", one) for one in COUNTS]
+    assert [(row["family"], row["trained_on"]) for row in found["rows"]] == [(family, one) for one in COUNTS]
     assert all(row["num_identical"] == row["num_texts"] == 8 for row in found["rows"])
     for row in found["rows"]:
-        by_fed = found["counts"]["dflash"][row["trained_on"]]
+        by_fed = found["counts"][family][row["trained_on"]]
         assert set(by_fed) == set(COUNTS)
         assert all(len(pairs) == 4 and all(steps >= 4 for _, steps in pairs) for pairs in by_fed.values())
     assert "sign_p" in capsys.readouterr().out
