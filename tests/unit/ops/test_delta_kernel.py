@@ -169,3 +169,22 @@ def test_gates_far_out(kernel_device: torch.device) -> None:
 def test_few_heads_are_cut_finer_and_rows_have_no_part_in_it() -> None:
     assert [choose_tile(heads, 128).values for heads in (32, 64, 128, 1024)] == [8, 16, 32, 32]
     assert all(choose_tile(heads, 128).warps == 1 for heads in (1, 4096))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_in_bf16_are_read_as_the_numbers_that_they_are(kernel_device: torch.device, dtype: torch.dtype) -> None:
+    """By a block and by a prompt; sums over keys may have another order, and nothing else."""
+    inputs, gate = random_inputs(2, 5, 2, 64, 16, dtype), random_gate(2, 64, lower_bound=-5.0)
+    inputs_there, on_device = there(inputs, kernel_device), gate_there(gate, kernel_device)
+    narrow = torch.randn(4, 2, 64, 16).bfloat16().to(kernel_device)
+    slots = torch.tensor([2, 0], device=kernel_device)
+    found = []
+    for states in (narrow, narrow.float()):
+        records = poisoned_records(inputs, kernel_device)
+        o_BTNV = verify_delta_triton(inputs_there, on_device, states, slots, records, "recurrent")
+        prompt = delta_attention_triton(inputs_there, on_device, states[:2], None, "recurrent")
+        found.append((o_BTNV, *records[:3], *prompt))
+    for of_narrow, of_wide in zip(*found, strict=True):
+        assert of_narrow.dtype == of_wide.dtype
+        tolerance = 2**-7 if of_wide.dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(of_narrow, of_wide, rtol=tolerance, atol=tolerance)
