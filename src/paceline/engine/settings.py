@@ -62,7 +62,8 @@ class EngineSettings:
         recurrent_state_dtype: in which recurrent states are kept, "float32" or "bfloat16". They are computed in float32
             either way. In bf16 they take half the room and half the reading; each pass rounds them once, plain decoding
             behind every token and a step behind all that it keeps, so greedy text need no longer be that of plain
-            decoding where two tokens are nearly equal.
+            decoding where two tokens are nearly equal. It saves memory and no time: on an H200 steps of a small target
+            took as long, or up to 17 % longer.
         prompt_kernel: what runs the recurrence over the rows of a prompt on a GPU, see `ops/delta_prompts.py`: "auto"
             goes by their number and by what is installed, "recurrent" gives the bits of decoding.
         max_num_waiting: requests that may wait beyond those for which slots are free; None sets no limit.
