@@ -24,6 +24,7 @@ _FEWEST = 16  # the smallest side of a matrix product on tensor cores
 _MOST_QUERIES = 128  # packed rows of a tile
 _MOST_SUMS = 128 * 128  # of a tile, in registers; a quarter of them where products are not those of tensor cores
 _MULTIPROCESSORS = 132
+_MANY = 256  # programs, none of which shares a context
 _MOST_PARTS = 32
 _MOST_JOINED = 2**17  # sums that the last to arrive reads
 _MOST_KEYS, _TURN_BYTES = 128, 2**14  # of keys in a turn, and as much of values
@@ -31,7 +32,6 @@ _STAGES = 3  # turns on their way: with more, a multiprocessor has shared memory
 _SHARED_BYTES = 96 * 1024
 _MOST_JOIN_STAGES = 8  # parts whose sums are on their way
 _MOST_EARLY = 1024  # channels of a row: a launch of more, begun early, takes the memory from the one ahead
-_LEAST_PLACED = 64  # rows: with more, the one ahead places heads, and needs no memory
 _NO_WINDOW = 2**30
 _NUM_ARRIVALS = 2**16
 
@@ -48,7 +48,6 @@ class Launch:
         least_turns: of a part.
         alone_turns: contexts of up to so many are not shared: handing sums over takes longer.
         wanted: programs that fill the GPU.
-        fetched: turns whose keys and values are asked for before anything else is waited for.
     """
 
     queries: int
@@ -58,7 +57,6 @@ class Launch:
     least_turns: int = 1
     alone_turns: int = 3
     wanted: int = 256
-    fetched: int = 0
 
 
 @kernel
@@ -294,10 +292,7 @@ def paged_attention_triton(
         sums = _room_for_sums(num_tiled * num_parts * launch.queries * (H + 2), device)
         counters = new_arrivals(device) if arrivals is None else arrivals
     is_alone = N * H <= _MOST_EARLY and num_tiled <= _MULTIPROCESSORS
-    is_early = dependent_launch() and (is_alone or B * T > _LEAST_PLACED)
-    fetched = max(launch.fetched, launch.stages if is_early else 0)
-    if triton.knobs.runtime.interpret:
-        fetched = 0  # the interpreter has no instructions of a GPU
+    is_early = dependent_launch() and is_alone
     with torch.cuda.device_of(q_BTNH):
         _paged_attention_kernel[num_tiles, B * num_kv_heads, num_parts](
             q_BTNH,
@@ -328,7 +323,7 @@ def paged_attention_triton(
             KEYS=launch.keys,
             IS_SHARED=num_parts > 1,
             JOIN_STAGES=max(2, min(_MOST_JOIN_STAGES, _SHARED_BYTES // (4 * launch.queries * channels))),
-            FETCHED=fetched,
+            FETCHED=launch.stages if is_early else 0,  # where it waits for nobody, this takes longer than it saves
             HAS_TAIL=tail is not None,
             IS_CAUSAL=is_causal,
             HAS_FIRSTS=firsts_B is not None,
@@ -371,6 +366,9 @@ def choose_launch(num_query_rows: int, num_heads: int, head_size: int, dtype: to
     queries = _FEWEST if num_tiled <= _MULTIPROCESSORS else largest
     of_key = channels * dtype.itemsize
     keys = min(_MOST_KEYS, max(_FEWEST, _TURN_BYTES // of_key))
+    if queries == 64 and keys == 64 and num_heads * triton.cdiv(num_query_rows, queries) >= _MANY:
+        # With half the keys a turn a multiprocessor holds three programs, not two, and waits less for memory.
+        return Launch(queries, 32, 4, _STAGES, 8, 16, _MULTIPROCESSORS)
     if queries > _FEWEST:
         return Launch(queries, keys, 8 if queries > 64 or channels > 128 else 4, _STAGES, 4, 8, _MULTIPROCESSORS)
     if keys == _MOST_KEYS:

@@ -217,7 +217,7 @@ for tells_nan in (False, True):
         largest_ids._largest_of_runs_kernel,
         named("scores_ptr", "bf16") | named("best_ptr", "fp32") | named("id_ptr", "i64"),
         named("vocab_size num_turns", "i32"),
-        {"TELLS_NAN": tells_nan, "TURN": 2048, "STAGES": 4},
+        {"TELLS_NAN": tells_nan, "TURN": 2048, "GROUP": 8, "STAGES": 4},
     )
 VERDICT = (
     named("logits_ptr log_q_ptr", "fp32")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -158,6 +158,8 @@ def test_a_launch_follows_from_shapes() -> None:
     assert (few.queries, few.keys, few.warps) == (16, 64, 4), "memory is what everybody waits for"
     assert (many.queries, many.keys, many.warps) == (64, 128, 4), "many requests: a key is read once"
     assert (long.queries, long.keys, long.warps) == (128, 64, 8)
+    assert choose_launch(64, 256, 128, bf16) == Launch(64, 32, 4, 3, 8, 16, 132), "three of a kind at once"
+    assert choose_launch(64, 248, 128, bf16).keys == choose_launch(33, 64, 128, bf16).keys == 64
     assert choose_launch(64, 512, 512, bf16).queries * 512 <= 128 * 128
     alone = choose_launch(3, 3, 64, bf16)
     assert choose_parts(3, 2**15, 3 * 64, alone) == 32, "few programs: as many parts as there may be"
@@ -224,13 +226,8 @@ def check_all(device: torch.device, run: Callable[..., Tensor], launch: Any) -> 
 @pytest.mark.parametrize("fault", [None, *PLANTED])
 def test_planted_faults_are_found(kernel_device: torch.device, fault: str | None, tmp_path: Path) -> None:
     old, new = PLANTED[fault] if fault is not None else ("import math\n", "import math\n")
-    with planted(tmp_path, old, new) as module:
-        launch = module.Launch(**vars(SMALL))
-        if fault is None:
-            check_all(kernel_device, module.paged_attention_triton, launch)
-            return
-        with pytest.raises(AssertionError):
-            check_all(kernel_device, module.paged_attention_triton, launch)
+    with planted(tmp_path, old, new) as module, nullcontext() if fault is None else pytest.raises(AssertionError):
+        check_all(kernel_device, module.paged_attention_triton, module.Launch(**vars(SMALL)))
 
 
 @pytest.mark.gpu
