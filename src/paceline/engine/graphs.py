@@ -35,7 +35,7 @@ from paceline.engine.recurrent_state import StateCopies
 from paceline.engine.sampling_flags import SamplingFlags
 from paceline.engine.step import StepBatch, StepOutput, decode_step, draft_next
 from paceline.engine.transfers import to_device
-from paceline.errors import ConfigError, EngineFaultError
+from paceline.errors import ConfigError
 from paceline.ops.acceptance import VerifyMethod
 from paceline.ops.dispatch import HAS_TRITON
 
@@ -247,30 +247,6 @@ def make_recorder(device: torch.device, *, wanted: bool | None) -> Record | None
         return None
     pool = torch.cuda.graph_pool_handle()
     return lambda body: CudaRecording(body, pool, device)
-
-
-def recorded_everywhere(record: Record, all_did: Callable[[bool], bool]) -> Record:
-    """Recordings that exist in all processes or in none.
-
-    Work that is shared holds collectives, and one that is played back in one process and launched in another is no
-    collective: whoever plays back waits for playbacks.
-
-    Args:
-        record: makes this process's.
-        all_did: whether it worked in all processes; a collective call that every one of them makes.
-    """
-
-    def make(body: Callable[[], Any]) -> Recording:
-        recording, failure = None, None
-        try:
-            recording = record(body)
-        except Exception as error:  # whatever it is, the others have to know
-            failure = error
-        if all_did(recording is not None) and recording is not None:
-            return recording
-        raise failure or EngineFaultError("another process could not record it")
-
-    return make
 
 
 class StepRunner:

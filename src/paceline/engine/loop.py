@@ -17,7 +17,7 @@ from paceline.engine.chunk_pace import ChunkPace
 from paceline.engine.counters import Counters
 from paceline.engine.debug import checks_are_asked_for
 from paceline.engine.drafting import Drafting
-from paceline.engine.graphs import StepRunner, make_recorder, recorded_everywhere
+from paceline.engine.graphs import StepRunner, make_recorder
 from paceline.engine.identity import prefix_identity
 from paceline.engine.in_flight import Ahead, InFlight, Launched, milliseconds_since
 from paceline.engine.intake import Intake
@@ -33,6 +33,7 @@ from paceline.engine.results import FinishedRequests
 from paceline.engine.running import RunningRequest
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.settings import EngineSettings
+from paceline.engine.shared_recordings import recorded_everywhere
 from paceline.engine.slot_states import SlotStates
 from paceline.engine.step_cost import StepCosts
 from paceline.engine.trial_steps import measure_costs, num_trial_blocks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,9 +25,8 @@ from paceline.distributed.told_drafts import ToldDrafts
 from paceline.distributed.world import World
 from paceline.engine import loop as loop_module
 from paceline.engine.attends import AttentionChoice
-from paceline.engine.graphs import Recording, Repeated, recorded_everywhere
+from paceline.engine.graphs import Recording, Repeated
 from paceline.engine.proposal import BlockProposer
-from paceline.errors import EngineFaultError
 from paceline.training.ranks import Ranks
 
 TAPS = (TargetLayerId(0), TargetLayerId(1), TargetLayerId(2))
@@ -198,19 +197,3 @@ def test_a_request_that_cannot_be_served_is_told_by_one_rank(ranks: Found) -> No
     assert first["error"] == "RequestError" and "request 1 has a prompt of 23 tokens" in first["told"]
     assert second["error"] == "OtherRankFailedError"
     assert ranks[0]["head"], "and the ranks go on in step"
-
-
-def test_a_failure_elsewhere_is_one_here() -> None:
-    made = recorded_everywhere(Repeated, lambda did: did)(lambda: 1)
-    assert made.replay() == 1
-    with pytest.raises(EngineFaultError, match="another process"):
-        recorded_everywhere(Repeated, lambda _did: False)(lambda: 1)
-    told: list[bool] = []
-
-    def fail(_body: Any) -> Recording:
-        raise ValueError("mine")
-
-    with ExitStack() as stack:
-        stack.enter_context(pytest.raises(ValueError, match="mine"))
-        recorded_everywhere(fail, lambda did: told.append(did) or did)(lambda: 1)  # type: ignore[func-returns-value]
-    assert told == [False]
