@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -39,7 +38,6 @@ from paceline.checkpoint.dialects import (
     contract_from_config,
     detect_dialect,
     file_names,
-    is_drafter_config,
     read_drafter,
     read_drafter_contract,
     write_drafter_config,
@@ -467,80 +465,6 @@ def test_what_was_never_said_is_not_written() -> None:
     with pytest.raises(CheckpointError, match="target_num_layers, vocab_size") as caught:
         write_drafter_config(full_contract("assistant-dflash"))
     assert "naming the target" in str(caught.value)
-
-
-def test_the_same_taps_in_every_numbering() -> None:
-    """Section 6.4: one set of taps, written as layer outputs or as hidden states, by format and never by value."""
-    base = dataclasses.replace(full_contract("zlab-dflash"), target_num_layers=36)
-    zlab = write_drafter_config(base)
-    assert zlab["dflash_config"]["target_layer_ids"] == [1, 9, 17, 25, 33]
-    speculators = write_drafter_config(base, "speculators")
-    assert speculators["aux_hidden_state_layer_ids"] == [2, 10, 18, 26, 34]
-    assert write_drafter_config(base, "assistant")["target_layer_ids"] == [1, 9, 17, 25, 33]
-    assert write_drafter_config(base, "torchspec")["target_layer_ids"] == [1, 9, 17, 25, 33]
-    for dialect in ("zlab", "speculators", "assistant", "torchspec"):
-        assert contract_from_config(write_drafter_config(base, dialect), "c").target_layer_ids == FIVE
-    # the planted fault: one numbering read as the other is another drafter
-    speculators["aux_hidden_state_layer_ids"] = [1, 9, 17, 25, 33]
-    assert contract_from_config(speculators, "c").target_layer_ids == (0, 8, 16, 24, 32)
-
-
-def test_taps_are_logged_in_both_numberings_once_for_each_load(
-    golden_folder: Callable[..., Path], caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = golden_folder("zlab-dflash")
-    with caplog.at_level(logging.INFO, logger="paceline"):
-        contract = read_drafter_contract(folder)
-        contract_from_config(write_drafter_config(contract), "c")  # as an export reads back what it writes
-        assert not caplog.records
-        read_drafter(folder)
-    (record,) = caplog.records
-    assert record.levelno == logging.INFO
-    assert "after layers [1, 9, 17, 25, 33] (capture ids [2, 10, 18, 26, 34])" in record.getMessage()
-    assert str(folder / "config.json") in record.getMessage()
-
-
-@pytest.mark.parametrize(
-    ("architecture", "family"),
-    [
-        ("DFlash2BeamDraftModel", "Beam"),
-        ("PEagleDraftModel", "P-EAGLE"),
-        ("PeagleQwen3ForCausalLM", "P-EAGLE"),
-        ("LiLiCorrDraftModel", "LiLiCorr"),
-        ("Qwen3XPressModel", "XPress"),
-        ("DFlashLagunaForCausalLM", "Laguna"),
-        ("Gemma4DSparkModel", "Gemma 4"),
-        ("MuseSparkDSparkModel", "Muse Spark"),
-        ("Qwen3OmniDSparkModel", "Omni"),
-        ("DFlashSpeculator", "speculators_model_type"),
-    ],
-)
-def test_families_that_are_not_supported_are_named(architecture: str, family: str) -> None:
-    config = load_golden("zlab-dflash") | {"architectures": [architecture]}
-    assert is_drafter_config(config)
-    with pytest.raises(CheckpointError) as caught:
-        contract_from_config(config, "c")
-    message = caught.value.message
-    assert family in message and architecture in message and "DFlashDraftModel" in message
-
-
-def test_deepseek_and_domino_are_told_from_specforge() -> None:
-    deepseek = load_golden("specforge-dspark") | {"model_type": "deepseek_v4"}
-    with pytest.raises(CheckpointError, match="DeepSeek-V4"):
-        contract_from_config(deepseek, "c")
-    domino = load_golden("specforge-dflash")
-    domino["dflash_config"]["projector_type"] = "domino"
-    with pytest.raises(CheckpointError, match="Domino"):
-        contract_from_config(domino, "c")
-
-
-def test_targets_are_not_drafters() -> None:
-    config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
-    assert not is_drafter_config(config)
-    with pytest.raises(CheckpointError, match=r"model of its own \(Qwen3ForCausalLM\)"):
-        contract_from_config(config, "c")
-    for name in GOLDEN_NAMES:
-        assert is_drafter_config(load_golden(name)), name
 
 
 def test_unknown_dialect() -> None:
