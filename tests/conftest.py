@@ -26,6 +26,12 @@ settings.register_profile(
 settings.load_profile("paceline")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Integration tests begin, in the order drawn for them: a long one at the end would keep a single worker busy."""
+    items.sort(key=lambda item: "integration" not in item.path.parts)
+
+
 @pytest.fixture(autouse=True)
 def _one_thread_and_a_fixed_seed() -> None:
     """Tests that never load torch do not pay for it."""
