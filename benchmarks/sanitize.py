@@ -165,19 +165,14 @@ def _told(name: str, launch: Callable[..., object], launched: list[str]) -> Call
 
 
 def entry_kernels(folder: Path) -> set[str]:
-    """Kernels in a folder's files that no other kernel calls: those that are launched."""
+    """Kernels in a folder's files that no other kernel calls, or hands to a reduction: those that are launched."""
     functions: dict[str, ast.FunctionDef] = {}
     for file in sorted(folder.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef) and any(_is_mark(mark) for mark in node.decorator_list):
                 functions[node.name] = node
-    called = {
-        call.func.id
-        for node in functions.values()
-        for call in ast.walk(node)
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
-    }
-    return set(functions) - called
+    used = {name.id for node in functions.values() for name in ast.walk(node) if isinstance(name, ast.Name)}
+    return set(functions) - used
 
 
 def _is_mark(decorator: ast.expr) -> bool:

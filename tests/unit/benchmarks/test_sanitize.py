@@ -41,6 +41,8 @@ def test_a_kernel_without_a_case_is_named(monkeypatch: pytest.MonkeyPatch, capsy
     named = capsys.readouterr().err
     assert "no case runs" in named and "_replay_kernel" in named and "_gated_rms_norm_kernel" not in named
     assert "replay_row" not in named, "what other kernels call is launched by nobody"
+    assert "_larger_or_nan" not in named, "nor is what they reduce by"
+    assert "_largest_of_runs_kernel" in named
 
 
 def wrong(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
