@@ -25,7 +25,7 @@ from paceline.ops.scale_rows import scale_rows_reference, scale_rows_triton
 from paceline.ops.skinny_product import ScaledRows, Tile
 
 _EPS = 1e-5
-_TILES = (Tile(32, 32, 1), Tile(32, 32, 3))
+_TILES = (Tile(32, 32, 1), Tile(32, 32, 3), Tile(32, 64, slices=4), Tile(32, 16, slices=4, is_held=True))
 
 _SMALL = Launch(
     queries=16, keys=16, warps=4, stages=2, least_turns=1, alone_turns=1
@@ -108,7 +108,7 @@ def _residuals(device: torch.device) -> Iterator[Case]:
             for tile in _TILES:
                 launch = partial(_flattened, partial(linear_residual_triton, tile=tile))
                 yield (
-                    f"linear_residual, {name}, {tile.parts} parts, {dtype}",
+                    f"linear_residual, {name}, {tile.parts} parts, {tile.slices} slices, {dtype}",
                     partial(compared, partial(_flattened, linear_residual_reference), launch, form, allowed),
                 )
 
@@ -130,7 +130,7 @@ def _gates(device: torch.device) -> Iterator[Case]:
         for tile in _TILES:
             both = (linear_gated_reference, partial(linear_gated_triton, tile=tile))
             yield (
-                f"linear_gated, {tile.parts} parts, {dtype}",
+                f"linear_gated, {tile.parts} parts, {tile.slices} slices, {dtype}",
                 partial(compared, *both, (x, squares, weight, bias, _EPS), allowed),
             )
 
@@ -157,7 +157,8 @@ def _heads(device: torch.device) -> Iterator[Case]:
                     HeadForm(num_heads, _EPS, is_neox),
                 )
                 yield (
-                    f"project_heads, {'norms' if qk_gains else 'pairs'}, {tile.parts} parts, {dtype}",
+                    f"project_heads, {'norms' if qk_gains else 'pairs'}, {tile.parts} parts, {tile.slices} slices, "
+                    f"{dtype}",
                     partial(
                         compared,
                         project_heads_reference,

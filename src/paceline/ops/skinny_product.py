@@ -338,6 +338,17 @@ def norm_factor(squares: tl.tensor, eps: tl.tensor, WIDTH: tl.constexpr) -> tl.t
 
 
 @kernel
+def _added_slices(batch: tl.tensor, other_batch: tl.tensor, IS_PAIR: tl.constexpr) -> tl.tensor:
+    # Both runs at once: what is added across warps waits for all of them.
+    if IS_PAIR:
+        sums, other_sums = tl.split(tl.sum(tl.join(batch, other_batch), axis=0))
+    else:
+        sums = tl.sum(batch, axis=0)
+        other_sums = sums
+    return sums, other_sums
+
+
+@kernel
 def _sums_of_slices(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -380,7 +391,7 @@ def _sums_of_slices(
             else:
                 other_weight = tl.load(other_at + done, mask=column < num_inputs - done, other=0.0)
             other_sums = tl.dot(x, other_weight, other_sums, input_precision="ieee")
-    return tl.sum(sums, axis=0), tl.sum(other_sums, axis=0)
+    return _added_slices(sums, other_sums, IS_PAIR)
 
 
 @kernel
@@ -447,7 +458,7 @@ def product_of_run(
         IS_HELD: as for `begin_run`.
         BEGINS: as for `begin_run`.
     Returns:
-        Both sums, [ROWS, OUTPUTS], the second zeros without a pair; and whether this is the program that has them.
+        Both sums, [ROWS, OUTPUTS], the second of no use without a pair; and whether this is the program that has them.
         Others have a part of the sums, and write nothing.
     """
     run, part = tl.program_id(0), tl.program_id(1)
@@ -466,9 +477,7 @@ def product_of_run(
             other_batch = tl.dot(x, held[2], input_precision="ieee")
             if REST > 0:
                 other_batch = tl.dot(x_rest, held[3], other_batch, input_precision="ieee")
-        sums, other_sums = tl.sum(batch, axis=0), tl.zeros([ROWS, OUTPUTS], dtype=tl.float32)
-        if IS_PAIR:
-            other_sums = tl.sum(other_batch, axis=0)
+        sums, other_sums = _added_slices(batch, other_batch, IS_PAIR)
     elif SLICES > 1:
         sums, other_sums = _sums_of_slices(
             x_ptr + first,
