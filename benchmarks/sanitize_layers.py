@@ -15,7 +15,7 @@ from paceline.ops.embed_rows import embed_rows_reference, embed_rows_triton
 from paceline.ops.gated_product import ProductTile, gated_product_reference, gated_product_triton
 from paceline.ops.linear_gated import linear_gated_reference, linear_gated_triton
 from paceline.ops.linear_residual import linear_residual_reference, linear_residual_triton
-from paceline.ops.norm_taps import norm_taps_reference, norm_taps_triton
+from paceline.ops.norm_taps import join_taps_reference, join_taps_triton, norm_taps_reference, norm_taps_triton
 from paceline.ops.paged_attention import paged_attention_reference
 from paceline.ops.paged_attention_kernel import Launch, paged_attention_triton
 from paceline.ops.place_heads import place_heads_reference, place_heads_triton
@@ -206,6 +206,8 @@ def _norms(device: torch.device) -> Iterator[Case]:
         gains = random(device, 3, 37, dtype=dtype)
         both = (norm_taps_reference, norm_taps_triton)
         yield f"norm_taps, {dtype}", partial(compared, *both, (taps, gains, _EPS), 2 * allowed)
+        joined = (join_taps_reference, join_taps_triton)
+        yield f"norm_taps, as they are, {dtype}", partial(compared, *joined, (taps, dtype), allowed)
 
 
 def _embedded(device: torch.device) -> Iterator[Case]:

@@ -1,6 +1,6 @@
-"""The taps of a drafter side by side, each normed on its own, in one launch.
+"""The taps of a drafter side by side, as they are or each normed on its own, in one launch.
 
-    y[t, k * D : (k + 1) * D] = tap_k[t] / sqrt(mean(tap_k[t]^2) + eps) * gain[k]
+    y[t, k * D : (k + 1) * D] = tap_k[t] / sqrt(mean(tap_k[t]^2) + eps) * gain[k],   or tap_k[t]
 
 Rounded once. T rows, K taps, D width of a tap.
 """
@@ -23,6 +23,11 @@ def norm_taps_reference(taps: Sequence[Tensor], gain_KD: Tensor, eps: float) -> 
     return torch.cat(normed, dim=-1)
 
 
+def join_taps_reference(taps: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The definition."""
+    return torch.cat([tap.to(dtype) for tap in taps], dim=-1)
+
+
 @kernel
 def _norm_taps_kernel(
     tap_ptrs: tl.tuple,
@@ -31,6 +36,7 @@ def _norm_taps_kernel(
     width: tl.tensor,
     eps: tl.tensor,
     NUM_TAPS: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
     BLOCK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ) -> None:
@@ -45,24 +51,36 @@ def _norm_taps_kernel(
     for index in tl.static_range(NUM_TAPS):
         if tap == index:
             x = tl.load(tap_ptrs[index] + row * width + column, mask=inside, other=0.0).to(dtype).to(tl.float32)
-    gain = tl.load(gain_ptr + tap * width + column, mask=inside, other=0.0).to(tl.float32)
-    y = x * tl.rsqrt(tl.sum(x * x, axis=0) / width + eps) * gain
+    y = x
+    if HAS_NORMS:
+        gain = tl.load(gain_ptr + tap * width + column, mask=inside, other=0.0).to(tl.float32)
+        y = x * tl.rsqrt(tl.sum(x * x, axis=0) / width + eps) * gain
     tl.store(y_ptr + (row * NUM_TAPS + tap) * width + column, y.to(dtype), mask=inside)
 
 
 def norm_taps_triton(taps: Sequence[Tensor], gain_KD: Tensor, eps: float) -> Tensor:
     """Launch one program per row and tap."""
-    num_taps, width = gain_KD.shape
+    return _launch(taps, gain_KD, eps, gain_KD.dtype)
+
+
+def join_taps_triton(taps: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The same without norms."""
+    return _launch(taps, None, 0.0, dtype)
+
+
+def _launch(taps: Sequence[Tensor], gain_KD: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
+    num_taps, width = len(taps), taps[0].shape[-1]
     num_rows = taps[0].numel() // width
-    y = torch.empty((*taps[0].shape[:-1], num_taps * width), dtype=gain_KD.dtype, device=gain_KD.device)
+    y = torch.empty((*taps[0].shape[:-1], num_taps * width), dtype=dtype, device=taps[0].device)
     with torch.cuda.device_of(y):
         _norm_taps_kernel[num_rows, num_taps](
             tuple(tap.contiguous() for tap in taps),
-            gain_KD,
+            y if gain_KD is None else gain_KD,
             y,
             width,
             eps,
             NUM_TAPS=num_taps,
+            HAS_NORMS=gain_KD is not None,
             BLOCK=triton.next_power_of_2(width),
             USE_PDL=dependent_launch(),
             launch_pdl=dependent_launch(),
@@ -84,9 +102,30 @@ def norm_taps(taps: Sequence[Tensor], gain_KD: Tensor, *, eps: float) -> Tensor:
     """
     if len(taps) != gain_KD.shape[0]:
         raise ShapeError("gain", expected=f"[{len(taps)}, D]", found=gain_KD.shape)
-    for tap in taps:
-        if tap.shape != (*taps[0].shape[:-1], gain_KD.shape[1]):
-            raise ShapeError("tap", expected=[*taps[0].shape[:-1], gain_KD.shape[1]], found=tap.shape)
+    _check(taps, gain_KD.shape[1])
     if taps[0].numel() == 0:
         return norm_taps_reference(taps, gain_KD, eps)
     return choose("norm_taps", gain_KD, norm_taps_reference, norm_taps_triton)(taps, gain_KD, eps)
+
+
+def join_taps(taps: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Lay taps side by side.
+
+    Args:
+        taps: K of [..., D], any float dtype.
+        dtype: of the result.
+    Returns:
+        [..., K * D].
+    Raises:
+        ShapeError: the taps differ.
+    """
+    _check(taps, taps[0].shape[-1])
+    if taps[0].numel() == 0:
+        return join_taps_reference(taps, dtype)
+    return choose("join_taps", taps[0], join_taps_reference, join_taps_triton)(taps, dtype)
+
+
+def _check(taps: Sequence[Tensor], width: int) -> None:
+    for tap in taps:
+        if tap.shape != (*taps[0].shape[:-1], width):
+            raise ShapeError("tap", expected=[*taps[0].shape[:-1], width], found=tap.shape)

@@ -8,7 +8,7 @@ from tests.unit.ops.products import DTYPES, assert_close, random
 from torch import Tensor
 
 from paceline.errors import ShapeError
-from paceline.ops.embed_rows import embed_rows, embed_rows_reference, embed_rows_triton
+from paceline.ops.embed_rows import embed_rows, embed_rows_reference, embed_rows_triton, gather_rows
 from paceline.ops.scale_rows import scale_rows
 
 
@@ -44,3 +44,9 @@ def test_the_kernel_agrees_with_the_reference(
     assert torch.equal(found.x_TD.cpu(), expected.x_TD) and torch.equal(found_turns.cpu(), expected_turns)
     assert_close(found.scaled_TD, expected.scaled_TD, is_interpreted=kernel_device.type == "cpu")
     torch.testing.assert_close(found.squares_TS.cpu(), expected.squares_TS, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_are_gathered_as_torch_gathers_them() -> None:
+    embedding, ids = random(11, 6), torch.randint(0, 11, (2, 3))
+    assert torch.equal(gather_rows(embedding, ids), torch.nn.functional.embedding(ids, embedding))
+    assert gather_rows(embedding.requires_grad_(), ids).requires_grad

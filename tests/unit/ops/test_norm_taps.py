@@ -7,7 +7,14 @@ import torch
 from tests.unit.ops.products import DTYPES, assert_close, random
 
 from paceline.errors import ShapeError
-from paceline.ops.norm_taps import norm_taps, norm_taps_reference, norm_taps_triton
+from paceline.ops.norm_taps import (
+    join_taps,
+    join_taps_reference,
+    join_taps_triton,
+    norm_taps,
+    norm_taps_reference,
+    norm_taps_triton,
+)
 from paceline.ops.rms_norm import rms_norm_reference
 
 EPS = 1e-5
@@ -27,6 +34,21 @@ def test_shapes_that_differ_are_refused() -> None:
         norm_taps([torch.zeros(2, 4)], torch.ones(2, 4), eps=EPS)
     with pytest.raises(ShapeError, match="tap has shape"):
         norm_taps([torch.zeros(2, 4), torch.zeros(2, 5)], torch.ones(2, 4), eps=EPS)
+    with pytest.raises(ShapeError, match="tap has shape"):
+        join_taps([torch.zeros(2, 4), torch.zeros(3, 4)], torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_taps_lie_side_by_side_as_they_are(kernel_device: torch.device, dtype: torch.dtype) -> None:
+    taps = [random(2, 3, 5), *(random(2, 3, 5, dtype=dtype) for _ in range(2))]
+    expected = torch.cat([tap.to(dtype) for tap in taps], dim=-1)
+    assert torch.equal(join_taps(taps, dtype), expected) and torch.equal(join_taps_reference(taps, dtype), expected)
+    found = join_taps_triton([tap.to(kernel_device) for tap in taps], dtype)
+    assert_close(found, expected, is_interpreted=kernel_device.type == "cpu")
+    swapped = torch.cat([tap.to(dtype) for tap in reversed(taps)], dim=-1)
+    with pytest.raises(AssertionError):
+        assert_close(found, swapped, is_interpreted=kernel_device.type == "cpu")
+    assert join_taps([tap[:0] for tap in taps], dtype).shape == (0, 3, 15)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

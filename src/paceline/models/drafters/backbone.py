@@ -32,7 +32,7 @@ from paceline.models.positions import position_table
 from paceline.ops.context_kv import write_context_kv
 from paceline.ops.dispatch import needs_gradient
 from paceline.ops.linear_residual import linear_residual_scaled, norm_linear
-from paceline.ops.norm_taps import norm_taps
+from paceline.ops.norm_taps import join_taps, norm_taps
 from paceline.ops.paged_attention import PagedAttend
 from paceline.ops.rms_norm import rms_norm
 from paceline.ops.rotary import expand_rotary, turn_heads
@@ -127,6 +127,8 @@ class DrafterBackbone(nn.Module):
         dtype, eps = self.fc.weight.dtype, self.contract.rms_norm_eps
         if self._tap_gains_KD is not None and not needs_gradient(*taps, self.fc.weight):
             return norm_taps(taps, self._tap_gains_KD, eps=eps)
+        if self._fused and not self.contract.has_tap_norm and not needs_gradient(*taps, self.fc.weight):
+            return join_taps(taps, dtype)
         streams = [tap.to(dtype) for tap in taps]
         if self.contract.has_tap_norm:
             streams = [norm(stream) for norm, stream in zip(self.fc_norm, streams, strict=True)]

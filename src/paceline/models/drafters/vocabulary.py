@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.contract import DrafterContract
 from paceline.models.layers import GivesBestScores, Linear, score_rows
+from paceline.ops.embed_rows import gather_rows
 
 
 class Lender(Protocol):
@@ -52,7 +53,8 @@ class DraftVocabulary(nn.Module):
 
     def embed(self, token_ids: Tensor, target: Lender) -> Tensor:
         """Embedding rows as the drafter was trained to read them: mask row replaced first, then scaled."""
-        rows: Tensor = target.embed(token_ids) if self.embed_tokens is None else self.embed_tokens(token_ids)
+        own = self.embed_tokens
+        rows = target.embed(token_ids) if own is None else gather_rows(own.weight, token_ids)
         if self.mask_embedding_D is not None:
             is_mask = (token_ids == self.contract.mask_token_id).unsqueeze(-1)
             rows = torch.where(is_mask, self.mask_embedding_D.to(rows.dtype), rows)

@@ -23,7 +23,7 @@ from paceline.models.layers import (
 )
 from paceline.models.taps import TapCollector
 from paceline.models.targets.dense_stage import DenseStage, DenseStream
-from paceline.ops.embed_rows import embed_rows
+from paceline.ops.embed_rows import embed_rows, gather_rows
 from paceline.ops.native.attention import InLayer
 from paceline.ops.native.layer import LayersCall
 from paceline.ops.paged_attention import PagedAttend
@@ -128,5 +128,7 @@ class DenseTarget(DenseStage):
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Raw embedding rows, without any scale."""
+        if self._fused:  # a whole table, which `forward` reads as well
+            return gather_rows(self.embed_tokens.weight, token_ids)
         rows: Tensor = self.embed_tokens(token_ids)
         return rows
