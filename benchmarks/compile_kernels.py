@@ -77,7 +77,7 @@ def _all_variants(comparing: Any, torch: Any, *, is_early: bool) -> Iterator[Non
     patches = [
         patch.object(sys.modules[name], attribute, value)
         for name in names
-        for attribute, value in (("dtypes", both), ("dependent_launch", lambda: True))
+        for attribute, value in (("dtypes", both), ("dependent_launch", lambda _num_rows: True))
         if hasattr(sys.modules[name], attribute) and (attribute == "dtypes" or is_early)
     ]
     for one in patches:

@@ -6,7 +6,7 @@
 | `PACELINE_AUX_HIDDEN_STREAM` | prefix or attn_res: overrides the drafter's stream, for A/B runs | the drafter's |
 | `PACELINE_DEBUG` | on (1) shows tracebacks, like `--debug`, and makes engines check their invariants | off (0) |
 | `PACELINE_NUM_THREADS` | CPU threads of tensor operations, like `--threads` | torch's choice |
-| `PACELINE_DEPENDENT_LAUNCH` | on (1), or a rule: kernels of a GPU begin before the one ahead has ended | off (0) |
+| `PACELINE_DEPENDENT_LAUNCH` | on (1), off (0), or a rule: kernels of a GPU begin before the one ahead has ended | on |
 | `NO_COLOR` | anything but empty turns colours off (a convention that many programs share) | unset |
 
 The rules of dependent launch, which are there to be compared, are at-once, after-wait, mixed and late.
@@ -59,7 +59,7 @@ class Environment:
     aux_hidden_stream: Literal["prefix", "attn_res"] | None = None
     debug: bool = False
     num_threads: int | None = None
-    dependent_launch: str = "off"
+    dependent_launch: str = "on"
     no_color: bool = False
 
 
@@ -119,7 +119,7 @@ def _is_on(found: Mapping[str, str], name: str) -> bool:
 
 def _launch(found: Mapping[str, str], name: str) -> str:
     value = _one_of(found, name, (*LAUNCHES, "0", "1"))
-    return {None: "off", "0": "off", "1": "on"}.get(value, value or "off")
+    return {None: "on", "1": "on", "0": "off"}.get(value, value or "on")
 
 
 def _count(found: Mapping[str, str], name: str) -> int | None:

@@ -69,7 +69,7 @@ def add_norm_triton(
     normed_TD = torch.empty_like(x_TD)
     sum_TD = torch.empty_like(x_TD) if copies or y_TD is not None else x_TD
     block, num_rows = triton.next_power_of_2(width), x_TD.numel() // width
-    is_dependent = dependent_launch()
+    is_dependent = dependent_launch(num_rows)
     with torch.cuda.device_of(x_TD):
         _add_norm_kernel[(num_rows,)](
             x_TD,

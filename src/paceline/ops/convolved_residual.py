@@ -95,6 +95,7 @@ def convolved_residual_triton(
         delta_RTG = delta_RTG.contiguous()
     sum_RD = torch.empty_like(x_RD)
     normed_RD = sum_RD if gain_D is None else torch.empty_like(x_RD)
+    is_dependent = dependent_launch(num_rows)
     with torch.cuda.device_of(x_RD):
         _convolved_residual_kernel[(num_rows,)](
             z_RD,
@@ -113,8 +114,8 @@ def convolved_residual_triton(
             TAPS=num_taps,
             HAS_GAIN=gain_D is not None,
             BLOCK=triton.next_power_of_2(width),
-            USE_PDL=dependent_launch(),
-            launch_pdl=dependent_launch(),
+            USE_PDL=is_dependent,
+            launch_pdl=is_dependent,
         )
     return sum_RD, normed_RD
 

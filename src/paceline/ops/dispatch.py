@@ -54,7 +54,9 @@ DEPENDENT_LAUNCH_RULES = {
     "late": (_LATE, _LATE),
 }
 _DEFAULT_RULE = "after-wait"
+_MOST_EARLY_ROWS = 16  # of a pass: steps of 128 rows took 4 % longer with early launches (`benchmarks/gpu_steps`)
 _dependent_launch_rule: str | None = None
+_most_early_rows = _MOST_EARLY_ROWS
 
 
 def kernel(function: Callable[..., None]) -> Any:
@@ -95,18 +97,20 @@ def needs_gradient(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def allow_dependent_launch(how: str) -> None:
+def allow_dependent_launch(how: str, most_rows: int = _MOST_EARLY_ROWS) -> None:
     """Settle `dependent_launch` for the process; whoever sets up an engine or a measurement asks the environment.
 
     Args:
         how: "off"; one of `DEPENDENT_LAUNCH_RULES`; or "on", for the one that measured best.
+        most_rows: of a pass whose launches may begin early.
     """
-    global _dependent_launch_rule
+    global _dependent_launch_rule, _most_early_rows
     assert how in ("off", "on", *DEPENDENT_LAUNCH_RULES), how
     _dependent_launch_rule = {"off": None, "on": _DEFAULT_RULE}.get(how, how)
+    _most_early_rows = most_rows
 
 
-def dependent_launch() -> bool:
+def dependent_launch(num_rows: int) -> bool:
     """Whether kernels that can are launched while the one ahead of them still runs (`launch_pdl`, `USE_PDL`).
 
     Such a kernel calls `tl.extra.cuda.gdc_launch_dependents()`, most when `next_begins` says, and `gdc_wait()` before
@@ -114,8 +118,11 @@ def dependent_launch() -> bool:
     waiting for the one ahead; a kernel of another kind, such as torch's, ends before the next begins. So weights,
     tables, rows of a step and keys of earlier passes may be read before the wait where two kernels of another kind lie
     between. Never while Triton interprets.
+
+    Args:
+        num_rows: of the pass.
     """
-    return _dependent_launch_rule is not None and _can_launch_early()
+    return _dependent_launch_rule is not None and num_rows <= _most_early_rows and _can_launch_early()
 
 
 def next_begins(*, is_small: bool) -> int:

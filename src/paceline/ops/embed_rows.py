@@ -69,6 +69,7 @@ def embed_rows_triton(
     squares_T1 = torch.empty((num_rows, 1), dtype=torch.float32, device=x_TD.device)
     turns_T2R = torch.empty((num_rows, *table_P2R.shape[1:]), dtype=table_P2R.dtype, device=x_TD.device)
     turn_size = turns_T2R[0].numel()
+    is_dependent = dependent_launch(num_rows)
     with torch.cuda.device_of(x_TD):
         _embed_rows_kernel[(num_rows,)](
             embedding_VD,
@@ -84,8 +85,8 @@ def embed_rows_triton(
             turn_size,
             BLOCK=triton.next_power_of_2(width),
             TURNS=triton.next_power_of_2(turn_size),
-            USE_PDL=dependent_launch(),
-            launch_pdl=dependent_launch(),
+            USE_PDL=is_dependent,
+            launch_pdl=is_dependent,
         )
     return ScaledRows(x_TD, scaled_TD, squares_T1), turns_T2R
 

@@ -116,6 +116,7 @@ def gated_activation_triton(gate_TI: Tensor, up_TI: Tensor, activation: Activati
     if gate.stride(1) != 1 or up.stride(1) != 1:
         gate, up = gate.contiguous(), up.contiguous()
     block = min(_LARGEST_BLOCK, triton.next_power_of_2(width))
+    is_dependent = dependent_launch(gate.shape[0])
     with torch.cuda.device_of(gate_TI):
         _gated_activation_kernel[gate.shape[0] * triton.cdiv(width, block),](
             gate,
@@ -130,8 +131,8 @@ def gated_activation_triton(gate_TI: Tensor, up_TI: Tensor, activation: Activati
             BOUNDS_UP=activation.kind == "situ" and activation.linear_beta is not None,
             BLOCK=block,
             ORDER=_ORDER,
-            USE_PDL=dependent_launch(),
-            launch_pdl=dependent_launch(),
+            USE_PDL=is_dependent,
+            launch_pdl=is_dependent,
         )
     return y_TI
 

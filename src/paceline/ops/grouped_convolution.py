@@ -97,6 +97,7 @@ def grouped_convolution_triton(x_RD: Tensor, base_TD: Tensor, delta_RTG: Tensor,
         delta_RTG = delta_RTG.contiguous()
     y_RD = torch.empty_like(x_RD)
     block = min(_LARGEST_BLOCK, triton.next_power_of_2(width))
+    is_dependent = dependent_launch(num_rows)
     with torch.cuda.device_of(x_RD):
         _grouped_convolution_kernel[num_rows, triton.cdiv(width, block)](
             x_RD,
@@ -110,8 +111,8 @@ def grouped_convolution_triton(x_RD: Tensor, base_TD: Tensor, delta_RTG: Tensor,
             delta_RTG.stride(0),
             TAPS=num_taps,
             BLOCK=block,
-            USE_PDL=dependent_launch(),
-            launch_pdl=dependent_launch(),
+            USE_PDL=is_dependent,
+            launch_pdl=is_dependent,
         )
     return y_RD
 

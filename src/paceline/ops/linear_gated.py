@@ -159,7 +159,7 @@ def linear_gated_triton(
             SQUARES=triton.next_power_of_2(max(1, num_squares)),
             HAS_SQUARES=num_squares > 0,
             HAS_BIAS=bias_X is not None,
-            **launch_options(tile, x_TD, num_halves=2),
+            **launch_options(tile, x_TD, weight_XD, num_halves=2),
         )
     return y_TI
 

@@ -192,7 +192,7 @@ def linear_residual_triton(
             HAS_BIAS=bias_O is not None,
             HAS_RESIDUAL=residual_TO is not None,
             HAS_GAIN=gain_O is not None,
-            **launch_options(tile, x_TI),
+            **launch_options(tile, x_TI, weight_OI),
         )
     return y_TO if gain_O is None else ScaledRows(y_TO, scaled_TO, next_squares_TS)
 

@@ -72,6 +72,7 @@ def _launch(taps: Sequence[Tensor], gain_KD: Tensor | None, eps: float, dtype: t
     num_taps, width = len(taps), taps[0].shape[-1]
     num_rows = taps[0].numel() // width
     y = torch.empty((*taps[0].shape[:-1], num_taps * width), dtype=dtype, device=taps[0].device)
+    is_dependent = dependent_launch(num_rows)
     with torch.cuda.device_of(y):
         _norm_taps_kernel[num_rows, num_taps](
             tuple(tap.contiguous() for tap in taps),
@@ -82,8 +83,8 @@ def _launch(taps: Sequence[Tensor], gain_KD: Tensor | None, eps: float, dtype: t
             NUM_TAPS=num_taps,
             HAS_NORMS=gain_KD is not None,
             BLOCK=triton.next_power_of_2(width),
-            USE_PDL=dependent_launch(),
-            launch_pdl=dependent_launch(),
+            USE_PDL=is_dependent,
+            launch_pdl=is_dependent,
         )
     return y
 

@@ -292,7 +292,7 @@ def paged_attention_triton(
         sums = _room_for_sums(num_tiled * num_parts * launch.queries * (H + 2), device)
         counters = new_arrivals(device) if arrivals is None else arrivals
     is_alone = N * H <= _MOST_EARLY and num_tiled <= _MULTIPROCESSORS
-    is_early = dependent_launch() and is_alone
+    is_early = dependent_launch(B * T) and is_alone
     with torch.cuda.device_of(q_BTNH):
         _paged_attention_kernel[num_tiles, B * num_kv_heads, num_parts](
             q_BTNH,
@@ -328,7 +328,7 @@ def paged_attention_triton(
             IS_CAUSAL=is_causal,
             HAS_FIRSTS=firsts_B is not None,
             HAS_SINK=sink_N is not None,
-            BEGINS=next_begins(is_small=is_alone) if is_early else 0,
+            BEGINS=next_begins(is_small=True) if is_early else 0,
             num_warps=launch.warps,
             num_stages=launch.stages,
             launch_pdl=is_early,

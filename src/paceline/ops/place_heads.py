@@ -120,7 +120,7 @@ def place_heads_triton(
     heads = min(shared & -shared, max(1, _TILE // pairs))
     num_runs = (form.num_heads + 2 * num_kv_heads) // heads
     rows = max(1, _TILE // pairs // heads) if num_rows * num_runs > _FILLING else 1
-    is_dependent = dependent_launch()
+    is_dependent = dependent_launch(num_rows)
     q_TNH = torch.empty((num_rows, form.num_heads, head_size), dtype=qkv_TX.dtype, device=qkv_TX.device)
     q_gain, k_gain = (qkv_TX, qkv_TX) if qk_gains is None else qk_gains
     with torch.cuda.device_of(qkv_TX):

@@ -305,7 +305,7 @@ def project_heads_triton(
             IS_NEOX=form.is_neox_style,
             HAS_BIAS=bias_X is not None,
             HAS_QK_NORM=qk_gains is not None,
-            **launch_options(tile, x_TD, num_halves=2),
+            **launch_options(tile, x_TD, weight_XD, num_halves=2),
         )
     return q_TNH
 

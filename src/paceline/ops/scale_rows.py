@@ -50,6 +50,7 @@ def scale_rows_triton(x_TD: Tensor, gain_D: Tensor) -> ScaledRows:
     num_rows, width = x_TD.shape
     scaled_TD = torch.empty_like(x_TD)
     squares_T1 = torch.empty((num_rows, 1), dtype=torch.float32, device=x_TD.device)
+    is_dependent = dependent_launch(num_rows)
     with torch.cuda.device_of(x_TD):
         _scale_rows_kernel[(num_rows,)](
             x_TD,
@@ -58,8 +59,8 @@ def scale_rows_triton(x_TD: Tensor, gain_D: Tensor) -> ScaledRows:
             squares_T1,
             width,
             BLOCK=triton.next_power_of_2(width),
-            USE_PDL=dependent_launch(),
-            launch_pdl=dependent_launch(),
+            USE_PDL=is_dependent,
+            launch_pdl=is_dependent,
         )
     return ScaledRows(x_TD, scaled_TD, squares_T1)
 

@@ -27,8 +27,8 @@ _NUM_PROCESSORS: Final = 132
 _FEW_PROGRAMS: Final = 96  # from here on, tiles in flight make up for processors that have no program
 _SMALLEST_BLOCK: Final = 64
 _SHARED_BYTES: Final = 108_000  # of a multiprocessor, for tiles in flight: half, so that the next launch finds room
-_DEPENDENT_ROWS: Final = 16  # with more, launches that begin early were slower (measured at 32 and 64)
-_SMALL_BYTES: Final = 8_000_000  # of a weight that is asked for while the launch ahead still runs
+_SMALL_BYTES: Final = 8_000_000  # of a weight whose launches begin early: what fills the memory's bandwidth has none
+_LEAST_SLICE: Final = 16
 _MOST_OUTPUTS_IN_SLICES: Final = 32  # of a program: with more, warps have tiles of their own
 _AHEAD_BYTES: Final = 98_304  # of it, by a program
 
@@ -89,9 +89,10 @@ def choose_tile(num_rows: int, num_outputs: int, width: int, *, least_outputs: i
         num_rows: T.
         num_outputs: O.
         width: I.
-        least_outputs: of a program: what its end needs at once, such as a whole head that is normed.
+        least_outputs: of a program: what its end needs at once, such as a whole head that is normed; up to 32 halves
+            do as well.
     """
-    is_few, is_small = padded_rows(num_rows) == 16, 2 * num_outputs * width <= _SMALL_BYTES
+    is_few, is_small = padded_rows(num_rows) == 16, _is_small(num_outputs, width)
     can_slice = is_few and is_small and least_outputs <= _MOST_OUTPUTS_IN_SLICES
     measured = _MEASURED.get((num_outputs, width))
     if measured is not None and is_few and measured.outputs >= least_outputs and not can_slice:
@@ -106,6 +107,8 @@ def choose_tile(num_rows: int, num_outputs: int, width: int, *, least_outputs: i
     slices = 1
     if can_slice and outputs <= _MOST_OUTPUTS_IN_SLICES:
         block, slices = max(block, 128), 4
+        if triton.cdiv(2 * num_outputs, outputs) <= _NUM_PROCESSORS:
+            outputs //= 2  # each program still finds a multiprocessor of its own
     num_runs, turns = triton.cdiv(num_outputs, outputs), triton.cdiv(width, block)
     parts = 1
     while (
@@ -116,6 +119,10 @@ def choose_tile(num_rows: int, num_outputs: int, width: int, *, least_outputs: i
     bytes_per_stage = 2 * block * (outputs + padded_rows(num_rows))
     stages = max(3, min(9, triton.cdiv(turns, parts), 1 + _SHARED_BYTES // resident // bytes_per_stage))
     return Tile(outputs, block, parts, 4, stages, _AHEAD_BYTES if is_small else 0, slices)
+
+
+def _is_small(num_outputs: int, width: int) -> bool:
+    return 2 * num_outputs * width <= _SMALL_BYTES
 
 
 def padded_rows(num_rows: int) -> int:
@@ -142,17 +149,20 @@ def _new_floats(size: int, device: torch.device) -> Tensor:
     return torch.empty(size, dtype=torch.float32, device=device)
 
 
-def launch_options(tile: Tile, x_TI: Tensor, *, num_halves: int = 1) -> dict[str, Any]:
+def launch_options(tile: Tile, x_TI: Tensor, weight_OI: Tensor, *, num_halves: int = 1) -> dict[str, Any]:
     """What every kernel around `product_of_run` is launched with.
 
     Args:
         tile: how the product is cut.
         x_TI: the rows.
+        weight_OI: the weight.
         num_halves: 2 for a pair of runs.
     """
     num_rows, width = x_TI.shape
     outputs = tile.outputs // num_halves
     part = triton.cdiv(triton.cdiv(width, tile.block), tile.parts) * tile.block
+    is_whole = tile.slices == 1 or tile.is_held or tile.block // tile.slices >= _LEAST_SLICE
+    assert is_whole, "a slice is at least what one step of the matrix units takes"
     block, rest = tile.block, 0
     if tile.is_held:
         assert tile.parts == 1 and tile.slices > 1, "a held weight is divided among warps alone"
@@ -160,7 +170,7 @@ def launch_options(tile: Tile, x_TI: Tensor, *, num_halves: int = 1) -> dict[str
         rest = 0 if block >= part else max(16, int(triton.next_power_of_2(part - block)))
     chunks = max(1, 32 * tile.warps // outputs)  # so that each thread asks for another piece
     per_row = min(part, width, tile.ahead // (x_TI.element_size() * tile.outputs))
-    is_dependent = num_rows <= _DEPENDENT_ROWS and dependent_launch()
+    is_dependent = _is_small(*weight_OI.shape) and dependent_launch(num_rows)
     return {
         "WIDTH": width,
         "PART": part,

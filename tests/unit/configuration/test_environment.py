@@ -23,10 +23,10 @@ def test_all_variables() -> None:
             "PACELINE_AUX_HIDDEN_STREAM": "attn_res",
             "PACELINE_DEBUG": "1",
             "PACELINE_NUM_THREADS": "2",
-            "PACELINE_DEPENDENT_LAUNCH": "on",
+            "PACELINE_DEPENDENT_LAUNCH": "mixed",
             "NO_COLOR": "1",
         }
-    ) == Environment("debug", "attn_res", True, 2, "on", True)
+    ) == Environment("debug", "attn_res", True, 2, "mixed", True)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_debug_is_on_or_off(value: str, expected: bool) -> None:
     assert read_environment({"PACELINE_DEBUG": value}).debug is expected
 
 
-@pytest.mark.parametrize(("value", "expected"), [("1", "on"), ("0", "off"), ("", "off"), ("After-Wait", "after-wait")])
+@pytest.mark.parametrize(("value", "expected"), [("1", "on"), ("0", "off"), ("", "on"), ("After-Wait", "after-wait")])
 def test_dependent_launch_is_on_or_off_or_a_rule(value: str, expected: str) -> None:
     assert read_environment({"PACELINE_DEPENDENT_LAUNCH": value}).dependent_launch == expected
 

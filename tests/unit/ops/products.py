@@ -17,7 +17,7 @@ CUTS = [
     (17, Tile(32, 16, 8)),
     (64, Tile(64, 32, 3)),
     (1, Tile(32, 64, slices=4)),
-    (3, Tile(32, 16, 2, slices=2)),
+    (3, Tile(32, 32, 2, slices=2)),
     (16, Tile(32, 64, 3, slices=4)),
     (1, Tile(32, 64, slices=2, is_held=True)),
     (3, Tile(32, 16, slices=4, is_held=True)),

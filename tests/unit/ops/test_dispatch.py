@@ -81,7 +81,7 @@ def test_kernels_run_into_each_other_only_where_allowed_and_possible(
     capability: tuple[int, int],
     expected: bool,
 ) -> None:
-    assert not dispatch.dependent_launch(), "not unless somebody asks"
+    assert not dispatch.dependent_launch(1), "not unless somebody asks"
     monkeypatch.setattr(dispatch, "_dependent_launch_rule", None)  # and put back behind this test
     monkeypatch.setattr(dispatch, "HAS_TRITON", True)
     knobs = SimpleNamespace(knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=is_interpreting)))
@@ -90,7 +90,8 @@ def test_kernels_run_into_each_other_only_where_allowed_and_possible(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     dispatch._can_launch_early.cache_clear()
     dispatch.allow_dependent_launch("on" if is_allowed else "off")
-    assert dispatch.dependent_launch() is expected
+    assert dispatch.dependent_launch(1) is dispatch.dependent_launch(16) is expected
+    assert not dispatch.dependent_launch(17), "launches of many rows took longer"
     dispatch._can_launch_early.cache_clear()
 
 

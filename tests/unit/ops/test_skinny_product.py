@@ -30,8 +30,10 @@ SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536), (6144, 4096), (4096,
 def test_a_cut_fits_a_multiprocessor_and_covers_every_input(num_rows: int, num_outputs: int, width: int) -> None:
     for least in (16, 32, 128):
         tile = choose_tile(num_rows, num_outputs, width, least_outputs=least)
-        assert tile.outputs >= least
-        options = launch_options(tile, torch.empty(num_rows, width, dtype=torch.bfloat16))
+        assert tile.outputs >= (least // 2 if tile.slices > 1 else least)
+        options = launch_options(
+            tile, torch.empty(num_rows, width, dtype=torch.bfloat16), torch.empty(num_outputs, width)
+        )
         assert options["PART"] * tile.parts >= width and options["PART"] % tile.block == 0
         assert tile.stages * 2 * tile.block * (tile.outputs + padded_rows(num_rows)) < 227 * 1024
         assert -(-num_outputs // tile.outputs) <= NUM_COUNTERS or tile.parts == 1
@@ -40,7 +42,7 @@ def test_a_cut_fits_a_multiprocessor_and_covers_every_input(num_rows: int, num_o
 def test_what_is_asked_for_early_lies_in_the_row() -> None:
     for width, parts in ((576, 1), (4096, 3), (100, 1), (72, 8)):
         tile = Tile(32, 64, parts, ahead=20_000)
-        options = launch_options(tile, torch.empty(1, width, dtype=torch.bfloat16))
+        options = launch_options(tile, torch.empty(1, width, dtype=torch.bfloat16), torch.empty(32, width))
         chunk, ahead = options["CHUNK"], options["CHUNKS"] * options["CHUNK"]
         assert chunk % 8 == 0 and ahead <= width and 2 * 32 * ahead <= 20_000
         assert options["CHUNKS"] * tile.outputs == 32 * tile.warps
@@ -58,17 +60,38 @@ def test_few_rows_go_through_small_weights_in_slices() -> None:
             tile = choose_tile(num_rows, num_outputs, width, least_outputs=least)
             assert (tile.slices > 1) is (num_rows <= 16 and width < 4096), (num_outputs, width, num_rows)
             assert tile.block // tile.slices >= 16, "what one step of the matrix units takes"
+    sizes = [(*size, least) for size, least in zip(SHAPES[:4], (32, 16, 32, 16), strict=True)]
+    halved = [choose_tile(1, outputs, width, least_outputs=least).outputs for outputs, width, least in sizes]
+    assert halved == [16, 8, 32, 8], "not where there would be more programs than multiprocessors"
     assert choose_tile(1, 960, 576, least_outputs=64).slices == 1, "warps have outputs of their own"
     assert choose_tile(1, 576, 576) == choose_tile(16, 576, 576), "a row's sums do not depend on how many there are"
 
 
-def test_launches_of_few_rows_begin_early_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for is_allowed in (True, False):
-        monkeypatch.setattr(skinny_product, "dependent_launch", lambda is_allowed=is_allowed: is_allowed)
-        for num_rows in (16, 17):
-            options = launch_options(Tile(32, 64), torch.empty(num_rows, 64))
-            is_early = is_allowed and num_rows == 16
-            assert (options["BEGINS"] > 0) is options.get("launch_pdl", False) is is_early
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_launches_over_small_weights_begin_early_where_that_is_allowed(
+    monkeypatch: pytest.MonkeyPatch, is_allowed: bool
+) -> None:
+    monkeypatch.setattr(skinny_product, "dependent_launch", lambda num_rows: is_allowed and num_rows <= 16)
+    for num_rows, width in itertools.product((16, 17), (64, 4096)):
+        weight = torch.empty(4096, width, device="meta")
+        options = launch_options(Tile(32, 64), torch.empty(num_rows, width), weight)
+        is_early = is_allowed and (num_rows, width) == (16, 64)
+        assert (options["BEGINS"] > 0) is options.get("launch_pdl", False) is is_early
+
+
+def test_a_slice_that_is_no_whole_step_is_refused() -> None:
+    with pytest.raises(AssertionError, match="one step"):
+        launch_options(Tile(32, 32, slices=4), torch.empty(1, 64), torch.empty(32, 64))
+
+
+def test_a_held_slice_lies_in_one_piece_or_two() -> None:
+    for block, rest in ((64, 16), (128, 0)):
+        tile = Tile(32, block, slices=8, is_held=True)
+        options = launch_options(tile, torch.empty(1, 576), torch.empty(32, 576))
+        assert (options["PART"], options["BLOCK"], options["REST"]) == (72, block, rest)
+        assert options["BLOCK"] + options["REST"] >= options["PART"] and options["CHUNK"] == 0
+    with pytest.raises(AssertionError, match="among warps alone"):
+        launch_options(Tile(32, 64, 2, is_held=True, slices=4), torch.empty(1, 64), torch.empty(32, 64))
 
 
 def test_a_workspace_holds_the_sums_of_every_part() -> None:
