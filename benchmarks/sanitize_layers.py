@@ -25,7 +25,8 @@ from paceline.ops.scale_rows import scale_rows_reference, scale_rows_triton
 from paceline.ops.skinny_product import ScaledRows, Tile
 
 _EPS = 1e-5
-_TILES = (Tile(32, 32, 1), Tile(32, 32, 3), Tile(32, 64, slices=4), Tile(32, 16, slices=4, is_held=True))
+_TILES = (Tile(32, 32, 1), Tile(32, 32, 3))
+_SLICED = (Tile(32, 64, slices=4), Tile(32, 16, slices=4, is_held=True))
 
 _SMALL = Launch(
     queries=16, keys=16, warps=4, stages=2, least_turns=1, alone_turns=1
@@ -105,7 +106,7 @@ def _residuals(device: torch.device) -> Iterator[Case]:
             "norm": (x, squares, weight, None, None, None, _EPS),
         }
         for name, form in forms.items():
-            for tile in _TILES:
+            for tile in (*_TILES, *_SLICED) if name == "residual" else _TILES:
                 launch = partial(_flattened, partial(linear_residual_triton, tile=tile))
                 yield (
                     f"linear_residual, {name}, {tile.parts} parts, {tile.slices} slices, {dtype}",
@@ -127,7 +128,7 @@ def _gates(device: torch.device) -> Iterator[Case]:
     for dtype, allowed in dtypes(device, multiplies=True):
         x, weight = random(device, rows, width, dtype=dtype), (random(device, 2 * inside, width) / width**0.5).to(dtype)
         bias, squares = random(device, 2 * inside, dtype=dtype), random(device, rows, 3).square() * width / 3
-        for tile in _TILES:
+        for tile in (*_TILES, *_SLICED):
             both = (linear_gated_reference, partial(linear_gated_triton, tile=tile))
             yield (
                 f"linear_gated, {tile.parts} parts, {tile.slices} slices, {dtype}",
@@ -145,7 +146,7 @@ def _heads(device: torch.device) -> Iterator[Case]:
         planes = torch.full((2, num_kv_heads, 3, page, size), torch.nan, dtype=dtype, device=device)
         gains: tuple[Tensor, Tensor] = (random(device, size), random(device, size))
         for is_neox, qk_gains in ((True, gains), (False, None)):
-            for tile in _TILES:
+            for tile in _TILES if qk_gains else (*_TILES, *_SLICED):
                 arguments = (
                     x,
                     random(device, rows, 3).square() * width / 3,
