@@ -81,8 +81,8 @@ def test_kernels_run_into_each_other_only_where_allowed_and_possible(
     capability: tuple[int, int],
     expected: bool,
 ) -> None:
-    assert not dispatch.dependent_launch(1), "not unless somebody asks"
     monkeypatch.setattr(dispatch, "_dependent_launch_rule", None)  # and put back behind this test
+    assert not dispatch.dependent_launch(1), "not unless somebody asks"
     monkeypatch.setattr(dispatch, "HAS_TRITON", True)
     knobs = SimpleNamespace(knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=is_interpreting)))
     monkeypatch.setattr(dispatch, "triton", knobs)
