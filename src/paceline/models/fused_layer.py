@@ -24,6 +24,7 @@ from paceline.models.summed_layer import run_summed
 from paceline.ops.add_norm import add_norm
 from paceline.ops.convolved_residual import convolved_residual
 from paceline.ops.gated_activation import Activation, gated_activation
+from paceline.ops.gated_product import gated_product, takes_one_launch
 from paceline.ops.grouped_convolution import grouped_convolution
 from paceline.ops.linear_gated import linear_gated
 from paceline.ops.linear_residual import linear_residual, linear_residual_scaled, linear_rows
@@ -261,6 +262,8 @@ def _run_many(layers: Sequence[FusedLayer], x_RD: Tensor, shared: Pass) -> Itera
 
 
 def _activated(y_RD: Tensor, layer: FusedLayer) -> Tensor:
+    if layer.gate_up_bias is None and takes_one_launch(y_RD, layer.gate_up):
+        return gated_product(y_RD, layer.gate_up)
     gate_RI, up_RI = functional.linear(y_RD, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
     return gated_activation(gate_RI, up_RI, _SILU)
 

@@ -4,7 +4,7 @@
 
 The library's product writes both projections, twice as wide as what the next product reads, and a second launch reads
 them again. Here a program takes tile after tile: rows by as many gates and their ups, which lie in one tile of the
-weight seen as [2, I, D]. Not used by layers: where it wins was not measured yet (`gpu_many_rows --operations gate-up`).
+weight seen as [2, I, D].
 
 R rows, D width, I outputs.
 """
@@ -18,11 +18,13 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from paceline.errors import ShapeError
-from paceline.ops.dispatch import choose, kernel, tensor_descriptor, tl, triton
+from paceline.ops.dispatch import HAS_TRITON, choose, kernel, tensor_descriptor, tl, triton
 from paceline.ops.elementwise import sigmoid, widen
 from paceline.ops.gated_activation import activate
 
 _MULTIPROCESSORS = 132
+_LEAST_ROWS = 512  # fewer were not measured, and fill tiles of 128 rows badly
+_LEAST_BYTES = 64_000_000  # nor were smaller weights: the 135M shape's make fewer tiles than there are multiprocessors
 
 
 class ProductTile(NamedTuple):
@@ -99,6 +101,24 @@ def gated_product_triton(x_RD: Tensor, gate_up_XD: Tensor, tile: ProductTile | N
             num_stages=tile.stages,
         )
     return y_RI
+
+
+def takes_one_launch(x_RD: Tensor, gate_up_XD: Tensor) -> bool:
+    """Whether one launch is faster than the library's product and another for the activation.
+
+    With the 8B shape's weights, at 512 rows and 2,048, chains of layers are 6 to 7 % faster on an H200
+    (`benchmarks.gpu_many_rows --operations gate-up chain`): less is moved on a chip that is bound by its power.
+    """
+    if not HAS_TRITON or x_RD.device.type != "cuda" or x_RD.dtype != torch.bfloat16:
+        return False
+    return torch.cuda.get_device_capability(x_RD.device)[0] == 9 and _is_large(x_RD, gate_up_XD)
+
+
+def _is_large(x_RD: Tensor, gate_up_XD: Tensor) -> bool:
+    tile = ProductTile()
+    is_aligned = x_RD.shape[1] % tile.width == 0 and gate_up_XD.shape[0] % (2 * tile.outputs) == 0
+    num_bytes = gate_up_XD.numel() * gate_up_XD.element_size()
+    return is_aligned and x_RD.shape[0] >= _LEAST_ROWS and num_bytes >= _LEAST_BYTES
 
 
 def gated_product(x_RD: Tensor, gate_up_XD: Tensor, *, tile: ProductTile | None = None) -> Tensor:

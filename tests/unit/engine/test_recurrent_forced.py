@@ -1,5 +1,5 @@
-"""States in bf16 under one given text: logits lie as far from float32's as both roundings, the model's and the states',
-explain together.
+"""Recurrent states under one given text: states in bf16 move logits as far as both roundings, the model's and the
+states', explain together, and prompts by any kernel no farther than the model's own rounding does.
 
 What an engine writes is no judge: in bf16 a tie falls anywhere, and kernels sum in another order for narrow states.
 Here every row's token is given: a prompt in chunks, then blocks of which one row to all are kept.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ from paceline.engine.block_tables import BlockTables
 from paceline.engine.proposal import Rows
 from paceline.engine.step import run_rows
 from paceline.engine.target_cache import begin_text, commit_rows, make_target_cache
+from paceline.ops.delta_fla import find_chunk_kda
+from paceline.ops.delta_prompts import CHUNKS_FROM, PromptKernel
 
 BLOCK, NUM_ROWS, NUM_TOKENS = 16, 4, 90
 CHUNKS, KEPT = (40, 7), (1, 4, 2, 3)
@@ -32,7 +35,14 @@ TEXT = tiny.tiny_prompts([NUM_TOKENS], seed=4, vocab_size=VOCAB_SIZE)[0]
 
 
 @torch.inference_mode()
-def logits_of(device: torch.device, dtype: torch.dtype, state_dtype: torch.dtype) -> Tensor:
+def logits_of(
+    device: torch.device,
+    dtype: torch.dtype,
+    state_dtype: torch.dtype,
+    *,
+    chunks: Sequence[int] = CHUNKS,
+    prompt_kernel: PromptKernel = "auto",
+) -> Tensor:
     """Float32 [T, V], of every kept row."""
     model = kimi_target(k3_tiny_config(vocab_size=VOCAB_SIZE), dtype=dtype).to(device)
     target = tiny.wrap_target(model, "plain")  # type: ignore[arg-type]
@@ -41,7 +51,7 @@ def logits_of(device: torch.device, dtype: torch.dtype, state_dtype: torch.dtype
     tables.assign(0, range(1, 9))
     tables.flush()
     begin_text(cache, 0)
-    choice = AttentionChoice.for_device(device, is_row_invariant=False)
+    choice = AttentionChoice.for_device(device, is_row_invariant=False, prompt_kernel=prompt_kernel)
     slots_B, start, found = torch.tensor([0], device=device), 0, []
 
     def run(num_rows: int, *, all_count: bool) -> tuple[Rows, Tensor]:
@@ -50,7 +60,7 @@ def logits_of(device: torch.device, dtype: torch.dtype, state_dtype: torch.dtype
         hidden_1TD = run_rows(target.model, None, cache, choice, rows, ids_1T, all_count=all_count)
         return rows, target.model.logits(hidden_1TD)[0].float().cpu()
 
-    for size in CHUNKS:
+    for size in chunks:
         found.append(run(size, all_count=True)[1])
         start += size
     for count in itertools.cycle(KEPT):
@@ -83,3 +93,16 @@ def test_narrow_states_cost_what_their_rounding_does(device_name: str, monkeypat
 
     monkeypatch.setattr(recurrent_state, "commit_delta", one_too_many)
     assert distance(logits_of(device, narrow, narrow), exact) > 2 * allowed, "a row too many would be seen"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["recurrent", "chunks", "fla", "auto"])
+def test_prompts_by_every_kernel_follow_the_model_in_float32(kernel: PromptKernel) -> None:
+    """No kernel adds to what the model's own rounding in bf16 does with the recurrent one."""
+    if kernel == "fla" and find_chunk_kda() is None:
+        pytest.skip("fla-core is not installed")
+    device, wide, narrow, chunks = torch.device("cuda"), torch.float32, torch.bfloat16, (CHUNKS_FROM + 6, 7)
+    exact = logits_of(device, wide, wide, chunks=chunks, prompt_kernel="recurrent")
+    by_recurrence = distance(logits_of(device, narrow, wide, chunks=chunks, prompt_kernel="recurrent"), exact)
+    found = distance(logits_of(device, narrow, wide, chunks=chunks, prompt_kernel=kernel), exact)
+    assert 0 < found < _MARGIN * by_recurrence

@@ -17,6 +17,7 @@ from paceline.models.drafters.convolved_layer import ConvolvedLayer
 from paceline.models.fused_layer import fuse, run_fused
 from paceline.models.layers import DecoderLayer, LinearMode, SelfAttention, set_linear_mode
 from paceline.models.positions import position_table
+from paceline.ops.gated_product import gated_product
 from paceline.ops.linear_gated import linear_gated
 from paceline.ops.paged_attention import PagedAttend
 from paceline.ops.rotary import expand_rotary
@@ -155,6 +156,23 @@ def test_the_row_count_alone_decides_the_form(monkeypatch: pytest.MonkeyPatch) -
         with torch.inference_mode():
             layer(torch.randn(1, rows, 48), table[:rows], Mixes((1, rows), 2, 8, torch.float32), 0)
         assert launched == expected
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_gates_in_one_launch_compute_what_the_modules_compute(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As among very many rows of a large layer on a GPU; a layer with biases keeps the library's product."""
+    seen: list[tuple[int, ...]] = []
+
+    def recorded(x: Tensor, weight: Tensor) -> Tensor:
+        seen.append(tuple(x.shape))
+        return gated_product(x, weight)
+
+    monkeypatch.setattr(fused_layer, "takes_one_launch", lambda x, weight: True)
+    monkeypatch.setattr(fused_layer, "gated_product", recorded)
+    layer, x = prepared(LAYERS[name]()), torch.randn(3, 6, 48)
+    expected = run(layer, x, is_fused=False)
+    assert_agree(run(layer, x, is_fused=True, most_rows=0), expected)
+    assert seen == ([] if layer.mlp.gate_up_proj.bias is not None else [(18, 48)])
 
 
 @pytest.mark.parametrize("has_convolutions", [False, True])

@@ -43,3 +43,22 @@ def test_the_kernel_agrees_with_the_reference(
     for cut in (tile,) if is_interpreted else (tile, None):
         found = gated_product_triton(x.to(kernel_device), weight.to(kernel_device), cut)
         assert_close(found, expected, is_interpreted=is_interpreted, roundings=2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "outputs", "is_large"),
+    [
+        (512, 4096, 12288, True),
+        (2048, 4096, 12288, True),
+        (511, 4096, 12288, False),
+        (2048, 576, 1536, False),
+        (512, 4096, 12288 + 64, False),
+        (512, 4096 + 8, 12288, False),
+    ],
+)
+def test_one_launch_is_for_shapes_that_were_measured(rows: int, width: int, outputs: int, is_large: bool) -> None:
+    """The 8B shape with at least 512 rows; full tiles alone; never on a CPU."""
+    x = torch.empty(rows, width, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(2 * outputs, width, dtype=torch.bfloat16, device="meta")
+    assert module._is_large(x, weight) is is_large
+    assert not module.takes_one_launch(x, weight)
