@@ -73,7 +73,7 @@ def _gated_product_kernel(
         for turn in range(0, tl.cdiv(width, WIDTH)):
             x = x_rows.load([row, turn * WIDTH])
             weight = weight_tiles.load([0, output, turn * WIDTH]).reshape(2 * OUTPUTS, WIDTH)
-            sums = tl.dot(x, weight.T, sums)
+            sums = tl.dot(x, weight.T, sums, input_precision="ieee")
         gate, up = tl.split(tl.permute(tl.reshape(sums, (ROWS, 2, OUTPUTS)), (0, 2, 1)))
         y = activate(gate, up, 1.0, 1.0, False, False)
         y_rows.store([row, output], y.to(y_rows.dtype))
