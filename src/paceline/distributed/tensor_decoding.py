@@ -55,7 +55,7 @@ class TensorDecoder:
             cuda_graphs=sizes.cuda_graphs,
         )
         self.engine = Engine(target, drafter, settings, all_did=lambda did: all(mesh.world.gathered(did)))
-        if drafter is not None:
+        if drafter is not None and mesh.tensor.size > 1:
             self.engine.wrap_proposer(lambda inner: ToldDrafts(inner, mesh.tensor))
 
     def generate(self, requests: Sequence[DecodeRequest]) -> list[DecodeResult]:

@@ -19,7 +19,9 @@ from tests.unit.distributed.spread import CPU, REQUESTS, TAPPED, settings
 from tests.unit.training.processes import run_ranks, values
 from torch import Tensor
 
-from paceline.distributed.opening import open_target
+from paceline.distributed.decoding import Decoder
+from paceline.distributed.opening import _Terms, open_target
+from paceline.distributed.tensor_decoding import TensorDecoder
 from paceline.distributed.world import World
 from paceline.models.drafters.vocabulary import DraftVocabulary
 from paceline.training.ranks import Ranks
@@ -49,13 +51,21 @@ def own_half_decides(self: DraftVocabulary, embedding_VD: Tensor, head_VD: Tenso
     return []
 
 
+def proposer_of(decoder: Decoder | TensorDecoder) -> Any:
+    """What drafts on this rank, whether an engine asks it or a stage."""
+    if isinstance(decoder, TensorDecoder):
+        proposer: Any = decoder.engine._loop.parts.proposer
+        return getattr(proposer, "_inner", proposer)
+    return None if decoder._drafting is None else decoder._drafting._proposer
+
+
 def decide(ranks: Ranks, folder: Path, fields: dict[str, Any], is_planted: bool = False) -> dict[str, Any]:
     """This rank's decision, where it has a drafter, and what was drafted and accepted."""
     world = World(ranks.rank, ranks.size, CPU)
     with patch.object(DraftVocabulary, "drop_copies", own_half_decides if is_planted else DraftVocabulary.drop_copies):
         opened = open_target(world, settings(folder, {"drafter": NAME, **fields}))
-    drafting = opened.decoder._drafting
-    kept = None if drafting is None else drafting._proposer._drafter.vocabulary.embed_tokens is not None  # type: ignore[attr-defined]
+    proposer = proposer_of(opened.decoder)
+    kept = None if proposer is None else proposer._drafter.vocabulary.embed_tokens is not None
     found = opened.decoder.generate(REQUESTS)
     return {
         "kept": kept,
@@ -66,14 +76,21 @@ def decide(ranks: Ranks, folder: Path, fields: dict[str, Any], is_planted: bool 
 
 
 def test_all_ranks_decide_as_one_process_does(folder: Path, tmp_path: Path) -> None:
+    """And draft as it does: stages as a decoder by itself, ranks that share all layers as an engine by itself."""
     alone = decide(Ranks(0, 1, CPU), folder, {})
-    assert alone["kept"] is True, "equal in one half is not equal"
-    for name, fields in (("parts", {"tensor_size": 2}), ("stages", {"num_stages": 2})):
+    with patch.object(_Terms, "shares_every_layer", True):
+        engine_alone = decide(Ranks(0, 1, CPU), folder, {})
+    assert alone["kept"] is engine_alone["kept"] is True, "equal in one half is not equal"
+    assert alone["tokens"] == engine_alone["tokens"]
+    for name, fields, expected in (
+        ("parts", {"tensor_size": 2}, engine_alone),
+        ("stages", {"num_stages": 2}, alone),
+    ):
         found = values(run_ranks(decide, tmp_path / name, folder, fields))
         assert {rank["kept"] for rank in found} - {None} == {True}, "whoever drafts keeps it"
         for rank in found:
             assert {key: rank[key] for key in rank if key != "kept"} == {
-                key: alone[key] for key in alone if key != "kept"
+                key: expected[key] for key in expected if key != "kept"
             }
 
 
