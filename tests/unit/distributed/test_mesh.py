@@ -52,7 +52,7 @@ def totals(ranks: Ranks) -> list[Tensor]:
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         own = partials(ranks.rank, dtype)
-        found += [mesh.tensor.total(own, in_order=in_order) for in_order in (True, False)]
+        found += [mesh.tensor.total(own.clone(), in_order=in_order) for in_order in (True, False)]
         found.append(torch.cat([mesh.tensor.total(row, in_order=True) for row in own.split(1)]))
         found.append(mesh.tensor.total(own.transpose(0, 2), in_order=True).transpose(0, 2))
     return found
