@@ -128,7 +128,7 @@ class DenseTarget(DenseStage):
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Raw embedding rows, without any scale."""
-        if self._fused:  # a whole table, which `forward` reads as well
+        if self._fused and type(self.embed_tokens) is nn.Embedding:  # ranks that share the table add up rows
             return gather_rows(self.embed_tokens.weight, token_ids)
         rows: Tensor = self.embed_tokens(token_ids)
         return rows
