@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from paceline.engine.draft_stopper import DraftPlan, DraftStopper
@@ -110,7 +111,8 @@ def step_batch(
     num_rows = round_rows(1 + min(most_drafts, max(num_waiting)))
     context_starts = [request.held.context_start for request in requests]
     lacks_context = any(context_starts)
-    slots_B, bounds_B, context_starts_B = torch.tensor([slots, bounds, context_starts]).unbind(0)
+    numbers = np.array([slots, bounds, context_starts], dtype=np.int64)  # faster than from lists to a tensor
+    slots_B, bounds_B, context_starts_B = torch.from_numpy(numbers).unbind(0)
     return StepBatch(
         rows=Rows(
             slots,

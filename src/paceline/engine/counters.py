@@ -134,7 +134,7 @@ class Counters:
     def count_step(self, record: StepRecord) -> None:
         """Add one request's part of a step."""
         self.num_request_steps += 1
-        self._drafted[record.num_draft_tokens] += 1
+        self._drafted[len(record.proposed_ids)] += 1
         self._accepted[record.num_accepted] += 1
 
     @property

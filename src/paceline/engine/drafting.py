@@ -77,6 +77,8 @@ class Drafting:
             requests: whose.
             running: all that are in slots; those that decode are in the step that verifies.
         """
+        if self._proposer is None:
+            return DraftPlan((0,) * len(requests))
         return self.planner.plan(
             [request.draft_length if request.is_drafted else "off" for request in requests],
             teaches=[not request.has_token_rules for request in requests],
@@ -84,8 +86,10 @@ class Drafting:
         )
 
     def observe(self, request: RunningRequest, step: HostStep) -> None:
-        """Learn from a block that was judged."""
+        """Learn from a block that was judged; a step without drafts says something in "adaptive" mode alone."""
         num_judged = len(step.draft_ids)
+        if num_judged == 0 and request.draft_length != "adaptive":
+            return
         self._counters.num_impossible_drafts += step.num_zero_q
         if step.fault == NOT_A_NUMBER and num_judged > 0:
             return  # it is run again without drafts

@@ -45,13 +45,13 @@ class Launched:
         Raises:
             EngineFaultError: host and device disagree on where a request stood.
         """
-        parts = zip(self.requests, self.epochs, self.output.read(), self.num_drawn, strict=True)
-        wanted = [
-            (request, step, num_drawn)
-            for request, epoch, step, num_drawn in parts
-            if request.epoch == epoch and request.finish_reason is None
-        ]
-        for request, step, _ in wanted:
+        wanted = []
+        for request, epoch, step, num_drawn in zip(
+            self.requests, self.epochs, self.output.read(), self.num_drawn, strict=True
+        ):
+            if request.epoch != epoch or request.finish_reason is not None:
+                continue
+            wanted.append((request, step, num_drawn))
             if self.is_decode and step.position != request.num_cached:
                 stands = "has ended" if step.position < 0 else f"stands at {step.position}"
                 raise EngineFaultError(
@@ -111,18 +111,22 @@ class InFlight:
 
     def ahead(self, requests: Sequence[RunningRequest]) -> list[Ahead]:
         """How far the device may be ahead of the host with each of some requests."""
-        found = {request: Ahead(0, 0, request.num_waiting) for request in requests}
+        found: dict[RunningRequest, Ahead] = {}
         for launched in self._unread:
+            first = {num_drawn: Ahead(1, launched.num_rows, num_drawn) for num_drawn in set(launched.num_drawn)}
             parts = zip(launched.requests, launched.epochs, launched.num_drawn, strict=True)
             for request, epoch, num_drawn in parts:
-                if request in found and request.epoch == epoch:
-                    # A resumed request's first pass gives it drafts and no token.
-                    gives = launched.is_decode or not request.is_resumed
-                    before = found[request]
-                    found[request] = Ahead(
-                        before.num_passes + gives, before.num_rows + launched.num_rows * gives, num_drawn
-                    )
-        return list(found.values())
+                if request.epoch != epoch:
+                    continue
+                # A resumed request's first pass gives it drafts and no token.
+                gives = launched.is_decode or not request.is_resumed
+                before = found.get(request)
+                if before is None and gives:
+                    found[request] = first[num_drawn]
+                    continue
+                num_passes, num_rows = (0, 0) if before is None else before[:2]
+                found[request] = Ahead(num_passes + gives, num_rows + launched.num_rows * gives, num_drawn)
+        return [found.get(request) or Ahead(0, 0, request.num_waiting) for request in requests]
 
     def has_before(self, number: int) -> bool:
         """Whether results of a pass are unread that was launched before pass `number`."""

@@ -75,6 +75,7 @@ class EngineLoop:
         is_cuda = parts.state.device.type == "cuda"
         self._runs_ahead = is_cuda if settings.run_ahead is None else settings.run_ahead
         self._last_read_s = 0.0
+        self._has_news = False  # results have come since room was made
         self._pool = BlockPool(parts.sizes.num_blocks, parts.sizes.block_size, prefix_cache=settings.prefix_cache)
         self._states = SlotStates(
             parts.recurrent, parts.snapshots, parts.snapshot_sizes, self._pool, fence=lambda: in_flight.last
@@ -266,8 +267,8 @@ class EngineLoop:
 
     def _make_room(self) -> bool:
         """Give requests that decode the blocks they need next; False if somebody had to step back for that."""
-        num_before = self.scheduler.num_preemptions
-        for request in list(self.scheduler.running):
+        num_before, self._has_news = self.scheduler.num_preemptions, False
+        for request in self.blocks.lacking(self.scheduler.running):
             while request.is_decoding and not self.blocks.grow(request):
                 if self._pool.num_fenced > 0 or len(self._in_flight) > 0:
                     self._drain()
@@ -325,14 +326,13 @@ class EngineLoop:
     def _decode(self) -> None:
         if any(request.grammar is not None and request.is_decoding for request in self.scheduler.running):
             self._read_all()  # the next mask depends on what was decided
-        if self._runs_ahead:  # results have come since the last look
+        if self._runs_ahead and self._has_news:
             self._make_room()
-        requests = self._next_to_decode()
+        requests, ahead = self._next_to_decode()
         if not requests:
             self._read_all()
             return
         started_s = time.perf_counter()
-        ahead = self._in_flight.ahead(requests)
         plan = self.drafting.plan(requests, self.scheduler.running)
         batch = step_batch(
             requests,
@@ -355,15 +355,18 @@ class EngineLoop:
         )
         self._read_behind()
 
-    def _next_to_decode(self) -> list[RunningRequest]:
-        """Requests that decode, but for those whose budget ends for certain with what is in flight."""
-        requests = [request for request in self.scheduler.running if request.is_decoding]
-        ahead = self._in_flight.ahead(requests)
-        return [
-            request
-            for request, each in zip(requests, ahead, strict=True)
-            if request.output.num_remaining > each.num_passes
-        ]
+    def _next_to_decode(self) -> tuple[list[RunningRequest], list[Ahead]]:
+        """Requests that decode, and how far ahead the device may be with each.
+
+        Those whose budget ends for certain with what is in flight are left out.
+        """
+        decoding = [request for request in self.scheduler.running if request.is_decoding]
+        requests, ahead = [], []
+        for request, each in zip(decoding, self._in_flight.ahead(decoding), strict=True):
+            if request.output.num_remaining > each.num_passes:
+                requests.append(request)
+                ahead.append(each)
+        return requests, ahead
 
     def _count_pass(self, requests: Sequence[RunningRequest], ahead: Sequence[Ahead], num_rows: Sequence[int]) -> None:
         """Number a pass that is about to be launched, with the state and the tables that it reads up to date."""
@@ -396,6 +399,7 @@ class EngineLoop:
         """Wait for results of passes before `number`, and pass them on, oldest first."""
         while self._in_flight.has_before(number):
             launched = self._in_flight.pop()
+            self._has_news = True
             if launched.is_decode:
                 self._take_steps(launched)
             else:
@@ -421,21 +425,24 @@ class EngineLoop:
         self.counters.num_steps += 1
         self.counters.total_step_ms += step_ms
         self._pace.observe_step(step_ms)
+        keeps_states = self._states.store is not None
         for request, step, num_drawn in parts:
             start = request.num_cached
             delta = request.take_step(step, step_ms)
-            self._states.take_step(launched.number, request, start, step)
+            if keeps_states:
+                self._states.take_step(launched.number, request, start, step)
             self._deliver(delta)
             self.drafting.observe(request, step)
             request.num_drawn, request.num_waiting = num_drawn, step.num_waiting
             self.blocks.publish(request)
-            if request.finish_reason is None:
+            if request.is_drafted and request.finish_reason is None:
                 self.drafting.stop_beyond(request, request.num_cached, context_end=request.num_cached)
             if step.fault == NOT_A_NUMBER and request.finish_reason is None:
                 self._retry_without_drafts(request)
             elif step.fault == NOT_A_NUMBER:
                 request.has_bad_numbers = True  # it ended within its block, but the rows behind may hold anything
-            self._finish_with(request, delta)
+            if delta.finish_reason is not None:
+                self._finish(request, delta.finish_reason)
         self._states.settle_step(launched.number)
         self.drafting.give_up(launched.requests)
 

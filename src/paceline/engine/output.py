@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from paceline.engine.admission import stop_ids_of
 from paceline.engine.request import FinishReason, SamplingParameters
@@ -42,17 +42,19 @@ class IncrementalDecoder:
         """Add ids; returns the text that has become certain."""
         if not token_ids:
             return ""
-        self._window.extend(token_ids)
-        text = self._tokenizer.decode(self._window)
+        window, num_shown = self._window, self._num_shown
+        window.extend(token_ids)
+        text = self._tokenizer.decode(window)
         certain = text.rstrip(_REPLACEMENT)
-        new = certain[self._num_shown :]
-        self._num_shown = max(self._num_shown, len(certain))
-        if len(certain) == len(text):
-            if len(self._window) > _LONGEST_WINDOW and self._num_before > 0:
-                self._window = self._window[self._num_before :]
-                self._num_shown = len(self._tokenizer.decode(self._window))
-            self._num_before = len(self._window)
-        return new
+        num_certain = len(certain)
+        if num_certain > num_shown:
+            self._num_shown = num_certain
+        if num_certain == len(text):
+            if len(window) > _LONGEST_WINDOW and self._num_before > 0:
+                self._window = window = window[self._num_before :]
+                self._num_shown = len(self._tokenizer.decode(window))
+            self._num_before = len(window)
+        return certain[num_shown:]
 
     def flush(self) -> str:
         """The text that was waiting for bytes which never came."""
@@ -108,8 +110,7 @@ def held_back(text: str, stops: Sequence[str]) -> int:
     return longest
 
 
-@dataclass(frozen=True)
-class Extension:
+class Extension(NamedTuple):
     """What `RequestOutput.extend` made of new tokens.
 
     Attributes:
@@ -169,8 +170,15 @@ class RequestOutput:
             token_ids: in order.
             is_complete: the last of them completes the request's grammar.
         """
-        kept = list(token_ids[: self.num_remaining])
-        reason: FinishReason | None = "length" if len(kept) == self.num_remaining else None
+        num_remaining = self.max_tokens - len(self.token_ids)
+        ends_nowhere = len(token_ids) < num_remaining and not self._stops and not is_complete
+        if ends_nowhere and self.stop_ids.isdisjoint(token_ids):  # nearly every step: all tokens and all text count
+            text = self._decoder.push(token_ids)
+            self.token_ids.extend(token_ids)
+            self._shown.append(text)
+            return Extension(len(token_ids), text)
+        kept = list(token_ids[:num_remaining])
+        reason: FinishReason | None = "length" if len(kept) == num_remaining else None
         if is_complete and len(kept) == len(token_ids):
             reason = "stop"
         stop_reason: int | str | None = None

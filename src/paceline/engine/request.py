@@ -78,9 +78,10 @@ class TokenLogprobs:
     mode: LogprobsMode
 
 
-@dataclass(frozen=True)
+# Not frozen, like the record of a step: there are as many of them.
+@dataclass(slots=True, unsafe_hash=True)
 class RequestDelta:
-    """What one engine step added to one request.
+    """What one engine step added to one request. Nobody changes it once it is made.
 
     Attributes:
         request_id: whose.

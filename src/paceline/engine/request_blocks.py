@@ -126,6 +126,7 @@ class RequestBlocks:
         self._tables, self._planes, self._checks = tables, planes, checks
         self._context_limit = context_limit
         self._lookahead, self._identity, self._wants_runs, self._fence = lookahead, identity, wants_runs, fence
+        self._block_size = pool.block_size
         self.num_consolidations = self.num_fragmented = self.num_resumed_tokens = 0
 
     # Admission
@@ -265,6 +266,15 @@ class RequestBlocks:
 
     # While it runs
 
+    def lacking(self, running: Iterable[RunningRequest]) -> list[RunningRequest]:
+        """Those of some requests that decode and have to `grow`: in most steps, none."""
+        size, lookahead = self._block_size, self._lookahead
+        return [
+            request
+            for request in running
+            if len(request.held.blocks) * size < request.num_cached + lookahead and request.is_decoding
+        ]
+
     def grow(self, request: RunningRequest) -> bool:
         """Make sure that a decoding request has `lookahead` positions beyond those it has.
 
@@ -294,7 +304,7 @@ class RequestBlocks:
 
     def publish(self, request: RunningRequest) -> None:
         """Let later requests find the blocks of a request that are full, final and sound."""
-        num_full = request.num_final // self.pool.block_size
+        num_full = request.num_final // self._block_size
         if num_full > request.held.num_published:
             self._offer(request, num_full)
 

@@ -166,21 +166,25 @@ class RunningRequest:
         """
         anchor_position, anchor_id = self.num_cached, self.output.token_ids[-1]
         self.has_bad_numbers = step.fault == NOT_A_NUMBER and not step.draft_ids
-        extension = self._extend(step)
-        kept = tuple(step.token_ids[: extension.num_kept])
-        record = StepRecord(
-            request_id=self.request_id,
-            step_index=len(self.trace.records),
-            anchor_position=anchor_position,
-            anchor_id=anchor_id,
-            proposed_ids=step.draft_ids,
-            num_verified_accepted=step.num_accepted,
-            num_accepted=min(step.num_accepted, extension.num_kept),
-            emitted_ids=kept,
-            bonus_id=kept[-1] if extension.num_kept == step.num_accepted + 1 else None,
-            step_ms=step_ms,
+        extension = self.output.extend(step.token_ids) if self.grammar is None else self._extend(step)
+        num_kept, num_accepted = extension.num_kept, step.num_accepted
+        kept = tuple(step.token_ids if num_kept == len(step.token_ids) else step.token_ids[:num_kept])
+        records = self.trace.records
+        num_delivered = num_accepted if num_accepted < num_kept else num_kept
+        bonus_id = kept[-1] if num_kept == num_accepted + 1 else None
+        record = StepRecord(  # by position: keywords double what it takes
+            self.request_id,
+            len(records),
+            anchor_position,
+            anchor_id,
+            step.draft_ids,
+            num_accepted,
+            num_delivered,
+            kept,
+            bonus_id,
+            step_ms,
         )
-        self.trace.records.append(record)
+        records.append(record)
         return self._delta(extension, step, kept, record)
 
     def fail(self, error: Exception, *, doing: str | None = None) -> RequestDelta:
@@ -213,22 +217,20 @@ class RunningRequest:
     def _delta(
         self, extension: Extension, step: HostStep, kept: tuple[int, ...], record: StepRecord | None
     ) -> RequestDelta:
-        reason, text = extension.finish_reason, extension.text
+        num_kept, text, reason, self.stop_reason = extension
         if reason is None and (self.has_bad_numbers or step.fault == NOTHING_LEFT):
             reason, text = "error", text + self.output.finish()
             self.error = self._fault_text()
             self.has_dead_end = not self.has_bad_numbers
-        logprobs = self._kept_logprobs(step, extension.num_kept)
-        if logprobs is not None:
+        logprobs = None
+        if self.sampling.logprobs is not None:
+            logprobs = self._kept_logprobs(step, num_kept, self.sampling.logprobs)
             self.logprobs.extend(logprobs)
-        self.stop_reason, self.finish_reason = extension.stop_reason, reason
+        self.finish_reason = reason
         return RequestDelta(self.request_id, kept, text, reason, record, logprobs)
 
-    def _kept_logprobs(self, step: HostStep, num_kept: int) -> tuple[TokenLogprobs, ...] | None:
+    def _kept_logprobs(self, step: HostStep, num_kept: int, num_top: int) -> tuple[TokenLogprobs, ...]:
         """As many best tokens as this request asked for; a neighbour may have asked for more."""
-        num_top = self.sampling.logprobs
-        if num_top is None:
-            return None
         entries = step.logprobs[self.sampling.logprobs_mode][:num_kept]
         return tuple(replace(entry, top=entry.top[:num_top]) for entry in entries)
 

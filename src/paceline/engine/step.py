@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import cast, get_args
 
 import torch
@@ -44,6 +45,8 @@ from paceline.ops.commit_step import ACCEPTED, FAULT, NUM_COUNTS, NUM_WAITING, N
 from paceline.ops.finalise_block import SOUND
 from paceline.ops.sample_tokens import NO_TOKEN
 from paceline.ops.step_rows import CacheCells, StepRows
+
+_NO_LOGPROBS: Mapping[LogprobsMode, tuple[TokenLogprobs, ...]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -185,16 +188,25 @@ class StepOutput:
     def unpack(self, packed: Sequence[Sequence[float]], num_integers: int) -> list[HostStep]:
         """Read what `send` packed, a row per request."""
         steps = []
+        end = NUM_COUNTS + self.num_rows
         for numbers in packed:
             # Beside log-probabilities whole numbers come as fractions.
             whole = cast(list[int], numbers)
             if self.logprobs is not None:
                 whole = [int(number) for number in numbers[:num_integers]]
-            accepted, fault, num_zero_q, num_waiting, position = whole[:NUM_COUNTS]
-            tokens, drafts = whole[NUM_COUNTS : NUM_COUNTS + self.num_rows], whole[NUM_COUNTS + self.num_rows :]
-            step = HostStep(accepted, fault, num_zero_q, tokens, drafts, num_waiting=num_waiting, position=position)
+            # By position: keywords, and a mapping of its own for each, would cost half as much again.
+            step = HostStep(
+                whole[ACCEPTED],
+                whole[FAULT],
+                whole[NUM_ZERO_Q],
+                whole[NUM_COUNTS:end],
+                whole[end:],
+                _NO_LOGPROBS,
+                whole[NUM_WAITING],
+                whole[POSITION],
+            )
             if self.logprobs is not None:
-                step = replace(step, logprobs=self._entries(list(numbers[num_integers:]), step))
+                step.logprobs = self._entries(list(numbers[num_integers:]), step)
             steps.append(step)
         return steps
 
@@ -229,7 +241,7 @@ class SentOutput:
         return self.output.unpack(self.packed.wait().tolist(), self.num_integers)
 
 
-@dataclass
+@dataclass(slots=True)
 class HostStep:
     """One request's part of a `StepOutput` as plain numbers.
 
@@ -258,9 +270,11 @@ class HostStep:
     draft_ids: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.token_ids = self.padded_token_ids[: self.num_accepted + (0 if self.is_bad else 1)]
+        self.token_ids = self.padded_token_ids[: self.num_accepted + (self.fault == SOUND)]
         drafts = self.padded_draft_ids
-        self.draft_ids = tuple(drafts[: drafts.index(NO_TOKEN)] if NO_TOKEN in drafts else drafts)
+        if NO_TOKEN in drafts:
+            drafts = drafts[: drafts.index(NO_TOKEN)]
+        self.draft_ids = tuple(drafts)
 
     @property
     def is_bad(self) -> bool:

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from paceline.errors import DataError
 
 
-@dataclass(frozen=True)
+# Not frozen: every request gets one in every step, and a frozen one takes several times as long to make.
+@dataclass(slots=True, unsafe_hash=True)
 class StepRecord:
-    """One target pass that judged one draft block.
+    """One target pass that judged one draft block. Nobody changes it once it is made.
 
     Attributes:
         request_id: the request it belongs to.
@@ -45,11 +46,11 @@ class StepRecord:
     step_ms: float
 
     def __post_init__(self) -> None:
-        counts = (self.num_accepted, self.num_verified_accepted, len(self.proposed_ids))
-        if not 0 <= counts[0] <= counts[1] <= counts[2]:
+        if not 0 <= self.num_accepted <= self.num_verified_accepted <= len(self.proposed_ids):
             raise DataError(
-                f"step {self.step_index} of request {self.request_id!r} accepted {counts[0]}, verified {counts[1]} and "
-                f"proposed {counts[2]} drafts; these can only grow in this order",
+                f"step {self.step_index} of request {self.request_id!r} accepted {self.num_accepted}, verified "
+                f"{self.num_verified_accepted} and proposed {len(self.proposed_ids)} drafts; these can only grow in "
+                "this order",
                 hint="a step record that is written by hand or cut in two cannot be used; remove it from the trace",
             )
         expected = self.proposed_ids[: self.num_accepted] + (() if self.bonus_id is None else (self.bonus_id,))

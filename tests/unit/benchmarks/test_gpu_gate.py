@@ -54,7 +54,7 @@ def test_equal_steps_are_told_from_others(monkeypatch: pytest.MonkeyPatch) -> No
         results = served(engine, *arguments)  # type: ignore[arg-type]
         if len(asked) == 4:  # the recorded engine of the second comparison
             record = results[1].trace.records[3]
-            results[1].trace.records[3] = type(record)(**{**vars(record), "emitted_ids": (7,), "bonus_id": 7})
+            results[1].trace.records[3] = replace(record, emitted_ids=(7,), bonus_id=7)
         return results
 
     monkeypatch.setattr(gpu_gate, "answer", faulty)
