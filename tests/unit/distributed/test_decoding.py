@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.distributed.spread import CPU, FAMILIES, decode, decode_cases
+from tests import trained_kimi
+from tests.tiny import wrap_target
+from tests.tiny_kimi import k3_tiny_config, kimi_target
+from tests.unit.distributed.spread import CPU, FAMILIES, REQUESTS, decode, decode_cases
 from tests.unit.training.processes import run_ranks, values
 
 from paceline.distributed.world import World
@@ -69,6 +72,21 @@ def test_two_stages_write_what_one_process_writes_without_drafts(
 @pytest.mark.parametrize("name", [name for name, case in PARTS.items() if "fault" not in case])
 def test_two_parts_write_what_one_process_writes_without_drafts(name: str, parts: Found, plain: dict[str, Any]) -> None:
     check(PARTS[name], parts, name, plain)
+
+
+@pytest.mark.slow
+def test_trained_drafters_of_every_family_write_it_too(models: Path, plain: dict[str, Any], tmp_path: Path) -> None:
+    """The latent one among them is in the cases above, which run always."""
+    target: Any = wrap_target(kimi_target(k3_tiny_config()), "row_invariant")  # type: ignore[arg-type]
+    texts = [[*request.prompt_ids, *ids[:5]] for request, ids in zip(REQUESTS, plain["float32"]["tokens"], strict=True)]
+    cases: dict[str, dict[str, Any]] = {}
+    for family in trained_kimi.FAMILIES:
+        drafter = trained_kimi.train_by_heart(tmp_path / f"training-{family}", family, target, texts)
+        for name, spread in (("stages", {"num_stages": 2}), ("parts", {"tensor_size": 2})):
+            cases[f"{family}, {name}"] = {"drafter": str(drafter), "scripts": (), **spread}
+    found = values(run_ranks(decode_cases, tmp_path / "two" / "run", models, cases))
+    for name, case in cases.items():
+        check(case, found, name, plain)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
