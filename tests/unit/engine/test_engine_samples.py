@@ -39,8 +39,9 @@ def test_samples_of_a_prompt_follow_each_other_and_use_seeds_of_their_own() -> N
 
 
 def test_unseeded_samples_differ() -> None:
-    one, two = Engine(make_target()).generate([PROMPTS[0]], replace(HOT, n=2))
-    assert one.token_ids != two.token_ids
+    """Under one shared seed all would be equal. Two by themselves are equal by chance once in some hundred runs."""
+    found = Engine(make_target()).generate([PROMPTS[0]], replace(HOT, n=4, temperature=2.0, top_p=1.0))
+    assert len({result.token_ids for result in found}) > 1
 
 
 def test_requests_of_several_samples_go_through_add_samples() -> None:
