@@ -103,7 +103,7 @@ TINY_QWEN3 = replace(
 )
 DENSE_SHAPES = {shape.name: shape for shape in (SMOLLM2_135M, QWEN3_8B, SLIM_QWEN3, TINY_SMOLLM2, TINY_QWEN3)}
 
-LINEAR_MODES = ("auto", "plain", "packed", "native", "quantized", "row_invariant", "fused")
+LINEAR_MODES = ("auto", "plain", "packed", "native", "quantized", "int8", "row_invariant", "fused")
 _EMBEDDING_SCALE = 0.05  # small enough that a tied head does not repeat the last token for ever
 _GAIN = 1.25  # of a product: texts wander, and rounding is not blown up from layer to layer
 _MASK_ID = 5

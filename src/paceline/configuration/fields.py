@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DraftSampleMethod = Literal["greedy", "probabilistic"]
-LinearMode = Literal["auto", "plain", "packed", "native", "quantized", "row_invariant", "fused"]
+LinearMode = Literal["auto", "plain", "packed", "native", "quantized", "int8", "row_invariant", "fused"]
 
 Flag = Annotated[bool, Strict()]
 Integer = Annotated[int, Strict()]

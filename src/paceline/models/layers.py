@@ -19,7 +19,7 @@ from paceline.models.stored_codes import StoredCodes
 from paceline.ops.add_norm import add_norm
 from paceline.ops.dispatch import needs_gradient
 from paceline.ops.linear import FILLED_ROWS, can_pack, linear_packed, linear_row_invariant, pack_weight
-from paceline.ops.native import quantized
+from paceline.ops.native import integers, quantized
 from paceline.ops.native import rows as native_rows
 from paceline.ops.native.layer import LayerCall
 from paceline.ops.native.rows import NativeWeight
@@ -27,9 +27,11 @@ from paceline.ops.paged_attention import PagedAttend
 from paceline.ops.rms_norm import MirroredGain, mirror_gain, rms_norm, rms_norm_mirrored
 from paceline.ops.rotary import turn_heads
 
-LinearMode = Literal["plain", "packed", "native", "quantized", "row_invariant", "fused"]
-# "quantized" is "native" with weights in the codes of their file, wherever they have them.
-NATIVE_MODES: tuple[LinearMode, ...] = ("native", "quantized")
+LinearMode = Literal["plain", "packed", "native", "quantized", "int8", "row_invariant", "fused"]
+# "quantized" is "native" with weights in the codes of their file, wherever they have them; "int8" multiplies those
+# codes with rows in 8 bits.
+NATIVE_MODES: tuple[LinearMode, ...] = ("native", "quantized", "int8")
+_CODE_PACKERS = {"quantized": quantized.pack_codes, "int8": integers.pack_integers}
 RotaryRows = tuple[Tensor, Tensor]  # from `ops.rotary.expand_rotary`, for the tokens of one forward pass
 FusedRows = Tensor  # float32 [B * T, 2, R / 2], rows of a position table, for fused layers
 
@@ -117,7 +119,7 @@ class Linear(Block):
         self._native = self.native_form() if mode in NATIVE_MODES else None
 
     def keep_codes(self, stored: StoredCodes) -> None:
-        """Say how the weight is stored, for the mode "quantized"."""
+        """Say how the weight is stored, for the modes "quantized" and "int8"."""
         self._stored = stored
 
     @property
@@ -133,12 +135,11 @@ class Linear(Block):
         """
         if not native_rows.can_pack(self.weight):
             return None
-        if self.mode == "quantized" and self._stored is not None and self.has_codes and quantized.can_run_quantized():
+        pack = _CODE_PACKERS.get(self.mode)
+        if pack is not None and self._stored is not None and self.has_codes:
             codes = self._stored.read()
             if quantized.can_pack_codes(codes.scales_OC, codes.minima_OC, codes.codes_OI):
-                return quantized.pack_codes(
-                    codes.scales_OC, codes.minima_OC, codes.codes_OI, self.bias, is_gated=is_gated
-                )
+                return pack(codes.scales_OC, codes.minima_OC, codes.codes_OI, self.bias, is_gated=is_gated)
         return native_rows.pack(self.weight, self.bias, is_gated=is_gated)
 
     def drop_native(self) -> None:

@@ -45,6 +45,7 @@ from paceline.ops.dispatch import HAS_TRITON
 from paceline.ops.linear import can_pack
 from paceline.ops.native.attention import LARGEST_HEAD
 from paceline.ops.native.build import has_amx
+from paceline.ops.native.integers import can_run_integers
 from paceline.ops.native.quantized import can_run_quantized
 from paceline.ops.native.rows import can_run as can_run_native
 
@@ -149,9 +150,11 @@ def resolve_linear_mode(
         has_codes: whether weights of the model are stored in codes that native products read.
     """
     is_packable = can_pack(weight)
-    can_be_quantized = has_codes and _can_be_native(weight, contract) and can_run_quantized()
+    has_native_codes = has_codes and _can_be_native(weight, contract)
+    can_be_quantized = has_native_codes and can_run_quantized()
+    can_be_int8 = has_native_codes and can_run_integers()
     if asked == "auto" and not has_amx() and _can_be_native(weight, contract):
-        return "quantized" if can_be_quantized else "native"
+        return "int8" if can_be_int8 else "quantized" if can_be_quantized else "native"
     if asked == "auto" and _can_be_fused(weight, contract):
         return "fused"
     if asked == "auto":
@@ -166,11 +169,12 @@ def resolve_linear_mode(
             f"linear mode 'native' was asked for; this target in {weight.dtype} on {weight.device} has no native form",
             hint="--dtype bfloat16 for a dense target on a Linux CPU with AVX512-bf16 and gcc, or --linear-mode auto",
         )
-    if asked == "quantized" and not can_be_quantized:
+    if (asked == "quantized" and not can_be_quantized) or (asked == "int8" and not can_be_int8):
+        instructions = "AVX512-VBMI" if asked == "quantized" else "AVX512-VNNI"
         raise ConfigError(
-            f"linear mode 'quantized' was asked for; this target in {weight.dtype} on {weight.device} has no such form",
+            f"linear mode {asked!r} was asked for; this target in {weight.dtype} on {weight.device} has no such form",
             hint="a GGUF file of type Q4_0, Q4_1 or Q8_0, --dtype bfloat16, on a Linux CPU with AVX512-bf16, "
-            "AVX512-VBMI and gcc; or --linear-mode auto",
+            f"{instructions} and gcc; or --linear-mode auto",
         )
     if asked == "packed" and not is_packable:
         raise ConfigError(

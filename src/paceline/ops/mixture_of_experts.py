@@ -30,7 +30,7 @@ from paceline.ops.gated_activation import Activation, gated_activation
 from paceline.ops.linear import can_pack, linear_packed, linear_row_invariant, pack_weight
 from paceline.ops.routing_kernel import route_triton
 
-Arithmetic = Literal["plain", "packed", "native", "quantized", "row_invariant", "fused"]  # as `ops/linear.py`
+Arithmetic = Literal["plain", "packed", "native", "quantized", "int8", "row_invariant", "fused"]  # as `ops/linear.py`
 _SMALLEST_SUM = 1e-20  # keeps weights finite where all scores are zero; changes no other sum
 
 

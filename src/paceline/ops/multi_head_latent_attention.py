@@ -27,7 +27,7 @@ from paceline.ops.elementwise import widen
 from paceline.ops.linear import linear_row_invariant
 
 Arithmetic = Literal[
-    "plain", "packed", "native", "quantized", "row_invariant", "fused"
+    "plain", "packed", "native", "quantized", "int8", "row_invariant", "fused"
 ]  # as `ops/linear.py`; nothing here can be packed
 
 

@@ -18,9 +18,11 @@ from paceline.models import loading
 from paceline.models.layers import GatedMLP, Linear, set_linear_mode
 from paceline.models.loading import resolve_linear_mode
 from paceline.models.target_weights import fill_target
-from paceline.ops.native import quantized, rows
+from paceline.ops.native import integers, quantized, rows
+from paceline.ops.native.integers import can_run_integers
 from paceline.ops.native.quantized import can_run_quantized
 
+has_integers = pytest.mark.skipif(not can_run_integers(), reason="no products in whole numbers on this machine")
 has_codes = pytest.mark.skipif(not can_run_quantized(), reason="no products with codes on this machine")
 
 
@@ -47,6 +49,16 @@ def test_quantized_multiplies_codes_and_native_their_copy(bits: int) -> None:
     set_linear_mode(linear, "native")
     assert torch.equal(linear(x), rows.linear(x, rows.pack(linear.weight))), "native is what it was, bit for bit"
     assert held.codes_OI.shape == linear.weight.shape
+
+
+@has_integers
+@pytest.mark.parametrize("bits", [4, 8])
+def test_int8_multiplies_codes_with_rounded_rows(bits: int) -> None:
+    linear, x = linear_in_codes(bits=bits), numbers(3, 64)
+    exact = integers.round_rows(x).double() @ meant(coded(linear.weight, bits)).double().T
+    set_linear_mode(linear, "int8")
+    assert linear.native is not None and linear.native.form in (rows.INTEGERS_4, rows.INTEGERS_8)
+    assert (linear(x) - exact).norm() < 0.003 * exact.norm()
 
 
 @has_codes
@@ -134,11 +146,18 @@ def test_auto_takes_codes_where_they_run_and_they_are_refused_where_not(monkeypa
     monkeypatch.setattr(loading, "can_run_native", lambda _weight: True)
     monkeypatch.setattr(loading, "has_amx", lambda: False)
     monkeypatch.setattr(loading, "can_run_quantized", lambda: True)
+    monkeypatch.setattr(loading, "can_run_integers", lambda: True)
+    assert resolve_linear_mode("auto", weight, contract, has_codes=True) == "int8"
+    assert resolve_linear_mode("quantized", weight, contract, has_codes=True) == "quantized"
+    monkeypatch.setattr(loading, "can_run_integers", lambda: False)
     assert resolve_linear_mode("auto", weight, contract, has_codes=True) == "quantized"
+    with pytest.raises(ConfigError, match=r"'int8'.*no such form"):
+        resolve_linear_mode("int8", weight, contract, has_codes=True)
     assert resolve_linear_mode("auto", weight, contract) == "native"
     assert resolve_linear_mode("native", weight, contract, has_codes=True) == "native"
-    with pytest.raises(ConfigError, match="quantized"):
-        resolve_linear_mode("quantized", weight, contract)
+    for mode in ("quantized", "int8"):
+        with pytest.raises(ConfigError, match=mode):
+            resolve_linear_mode(mode, weight, contract)
     monkeypatch.setattr(loading, "can_run_quantized", lambda: False)
     assert resolve_linear_mode("auto", weight, contract, has_codes=True) == "native"
     with pytest.raises(ConfigError, match="quantized"):
@@ -147,9 +166,13 @@ def test_auto_takes_codes_where_they_run_and_they_are_refused_where_not(monkeypa
     assert resolve_linear_mode("auto", weight, contract, has_codes=True) != "quantized"
 
 
-def test_without_the_library_there_are_no_products_with_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized, "library", lambda: None)
-    assert not can_run_quantized()
+def test_without_the_library_or_its_instructions_there_are_no_products_with_codes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (quantized, integers):
+        monkeypatch.setattr(module, "library", lambda: None)
+    assert not can_run_quantized() and not can_run_integers()
     monkeypatch.undo()
     monkeypatch.setattr(quantized, "permutes_bytes", lambda: False)
-    assert not can_run_quantized()
+    monkeypatch.setattr(integers, "multiplies_bytes", lambda: False)
+    assert not can_run_quantized() and not can_run_integers()

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 _FOLDER = Path(__file__).parent
-_SOURCES = ("products.c", "quantized.c", "rows.c", "attention.c", "layer.c", "choices.c", "finite_copy.c")
+_SOURCES = ("products.c", "quantized.c", "integers.c", "rows.c", "attention.c", "layer.c", "choices.c", "finite_copy.c")
 _HEADERS = ("common.h", "layers.h", "products.h")
 _INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16")
 _FLAGS = ("-O3", "-std=c11", "-fPIC", "-shared", "-fopenmp", *(f"-m{name}" for name in _INSTRUCTIONS))
@@ -85,13 +85,23 @@ def has_amx() -> bool:
     return asked is not None and bool(asked())
 
 
-@functools.cache
 def permutes_bytes() -> bool:
     """Whether the processor looks bytes up in tables (AVX512-VBMI), as products with codes of 8 bits do."""
+    return "avx512_vbmi" in _processor()
+
+
+def multiplies_bytes() -> bool:
+    """Whether the processor multiplies bytes and sums them up in words (AVX512-VNNI)."""
+    return "avx512_vnni" in _processor()
+
+
+@functools.cache
+def _processor() -> str:
+    """What Linux says of the processors; nothing where it is not asked."""
     try:
-        return "avx512_vbmi" in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+        return Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
     except OSError:
-        return False
+        return ""
 
 
 def _is_processor_fit() -> bool:

@@ -4,7 +4,7 @@
 #include "common.h"
 
 enum { PLAIN, ADDED, GATED };
-enum { PAIRS_OF_BFLOATS, CODES_4, CODES_8 }; /* forms of a weight */
+enum { PAIRS_OF_BFLOATS, CODES_4, CODES_8, INTEGERS_4, INTEGERS_8 }; /* forms of a weight */
 #define LARGEST_QUANTIZED_WIDTH 16384
 
 typedef struct {
@@ -48,6 +48,7 @@ INTERNAL void norm_rows(
     const bfloat *from, int64_t stride, const bfloat *gain, float eps, bfloat *to, int64_t num_rows, int64_t width);
 INTERNAL void multiply_rows(const Product *p);
 INTERNAL void multiply_quantized_rows(const Product *p, int64_t num_panels);
+INTERNAL void multiply_integer_rows(const Product *p, int64_t num_panels);
 INTERNAL void turn_rows(
     bfloat *rows, int64_t num_rows, int64_t stride, int64_t num_heads, int64_t num_kv_heads, int64_t head_size,
     const bfloat *cosine, const bfloat *sine, int64_t rotated, const bfloat *q_gain, const bfloat *k_gain, float eps);

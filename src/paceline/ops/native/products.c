@@ -56,7 +56,8 @@ void multiply_rows(const Product *p) {
     int64_t num_outputs = p->num_outputs;
     int64_t num_panels = p->kind == GATED ? (num_outputs / 2 + LANES - 1) / LANES : (num_outputs + PANEL - 1) / PANEL;
     if (p->form != PAIRS_OF_BFLOATS) {
-        multiply_quantized_rows(p, num_panels);
+        if (p->form == CODES_4 || p->form == CODES_8) multiply_quantized_rows(p, num_panels);
+        else multiply_integer_rows(p, num_panels);
 #pragma omp barrier
         return;
     }

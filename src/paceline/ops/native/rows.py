@@ -19,7 +19,7 @@ from paceline.ops.native.build import library, loaded_library
 PANEL: Final = 32
 _HALF: Final = PANEL // 2
 _PLAIN, _ADDED, _GATED = range(3)
-BFLOATS, CODES_4, CODES_8 = range(3)  # forms of a weight, as the C files number them
+BFLOATS, CODES_4, CODES_8, INTEGERS_4, INTEGERS_8 = range(5)  # forms of a weight, as the C files number them
 
 
 def can_run(weight: Tensor) -> bool:
