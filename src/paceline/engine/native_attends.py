@@ -117,6 +117,10 @@ class BlockNative(InLayer):
     def in_layer(self, layer: int) -> int:
         return self._attend.in_layer(layer, *self._seen_in(layer))
 
+    def key_stride(self) -> int | None:
+        kinds = set(zip(self._windows, self._causal, strict=True))
+        return self._attend.key_stride if len(kinds) == 1 else None
+
     def __call__(
         self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor, *, sink_N: Tensor | None = None
     ) -> Tensor:

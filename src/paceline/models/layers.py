@@ -220,7 +220,7 @@ def native_calls(layers: Iterable[nn.Module]) -> list[LayerCall]:
     """The native calls of a model's layers; none unless all have one, and nobody listens to any."""
     calls = []
     for layer in layers:
-        call = layer.native_call if isinstance(layer, DecoderLayer) else None
+        call = getattr(layer, "native_call", None)
         if call is None:
             return []
         calls.append(call)

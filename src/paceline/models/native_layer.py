@@ -12,30 +12,18 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from paceline.ops.native.attention import InLayer
-from paceline.ops.native.layer import LayerCall
+from paceline.ops.native.layer import LayerCall, NativeConvolution
 from paceline.ops.native.rows import NativeWeight, convolve, linear, norm, turn_heads_
 
 if TYPE_CHECKING:
     from paceline.models.layers import Attend, GatedMLP, RMSNorm, RotaryRows, SelfAttention
 
 
-class NativeConvolution(NamedTuple):
-    """Both sides of a `GroupedConvolution`.
-
-    Attributes:
-        projection: gives what a row adds to the taps of both.
-        base_UD: float32, the taps before the sublayer, then as many behind it.
-    """
-
-    projection: NativeWeight
-    base_UD: Tensor
-
-
 class NativeLayer(NamedTuple):
     """Sizes and weights of a layer, in the order in which they are used.
 
     Attributes:
-        whole: all of it in one call; None for a layer with convolutions.
+        whole: all of it in one call.
     """
 
     num_heads: int
@@ -49,13 +37,27 @@ class NativeLayer(NamedTuple):
     mlp_gain_D: Tensor
     gate_up: NativeWeight
     down: NativeWeight
-    whole: LayerCall | None
+    whole: LayerCall
     attention_convolution: NativeConvolution | None = None
     mlp_convolution: NativeConvolution | None = None
 
 
-def native_layer(input_norm: RMSNorm, attention: SelfAttention, mlp_norm: RMSNorm, mlp: GatedMLP) -> NativeLayer | None:
-    """The parts of a layer in one tuple; None where one is not native, or has what this form leaves out."""
+def native_layer(
+    input_norm: RMSNorm,
+    attention: SelfAttention,
+    mlp_norm: RMSNorm,
+    mlp: GatedMLP,
+    convolutions: tuple[NativeConvolution, NativeConvolution] | None = None,
+) -> NativeLayer | None:
+    """The parts of a layer in one tuple; None where one is not native, or has what this form leaves out.
+
+    Args:
+        input_norm: before attention.
+        attention: one that is neither shared nor scaled.
+        mlp_norm: before the MLP.
+        mlp: a gated one.
+        convolutions: around attention and around the MLP; None without them.
+    """
     qkv, o = attention.qkv_proj.native, attention.o_proj.native
     gate_up, down = mlp.native_gate_up, mlp.down_proj.native
     if qkv is None or o is None or gate_up is None or down is None:
@@ -77,7 +79,9 @@ def native_layer(input_norm: RMSNorm, attention: SelfAttention, mlp_norm: RMSNor
         num_kv_heads=attention.num_kv_heads,
         head_size=attention.head_size,
         eps=input_norm.eps,
+        convolutions=convolutions,
     )
+    around_attention, around_mlp = convolutions or (None, None)
     return NativeLayer(
         num_heads=attention.num_heads,
         num_kv_heads=attention.num_kv_heads,
@@ -91,6 +95,8 @@ def native_layer(input_norm: RMSNorm, attention: SelfAttention, mlp_norm: RMSNor
         gate_up=gate_up,
         down=down,
         whole=whole,
+        attention_convolution=around_attention,
+        mlp_convolution=around_mlp,
     )
 
 
@@ -102,8 +108,8 @@ def run_native(
     Arguments are those of `DecoderLayer`, and for a layer with convolutions those of `ConvolvedLayer`; channels are
     turned in halves.
     """
-    if native.whole is not None and isinstance(attend, InLayer):
-        return native.whole(x_BTD, rows, attend, layer)
+    if isinstance(attend, InLayer):
+        return native.whole(x_BTD, rows, attend, layer, offset_R)
     eps = native.eps
     by_kind = (native.num_heads, native.num_kv_heads, native.num_kv_heads)
     around_attention, around_mlp = native.attention_convolution, native.mlp_convolution

@@ -55,8 +55,13 @@ def test_drafts_and_neighbours_change_no_id(family: Family, drafter_family: Draf
     assert texts(target, drafter, at_once=3, run_ahead=True) == alone
 
 
-def test_layers_in_one_call_give_the_texts_of_layers_that_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, drafter = parts()
+@pytest.mark.parametrize("drafter_family", ["dflash", "dflash2"])
+def test_layers_in_one_call_give_the_texts_of_layers_that_are_called(
+    drafter_family: DrafterFamily, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, drafter = parts(drafter_family=drafter_family)
+    sizes = {target.contract.num_layers, drafter.contract.num_layers}
+    assert len(sizes) == 2, "to be told apart"
     calls: list[int] = []
     whole = LayersCall.__call__
 
@@ -66,12 +71,17 @@ def test_layers_in_one_call_give_the_texts_of_layers_that_are_called(monkeypatch
 
     monkeypatch.setattr(LayersCall, "__call__", counted)
     alone = texts(target, drafter, at_once=5)
-    assert calls and set(calls) == {target.contract.num_layers}
+    assert set(calls) == sizes
     calls.clear()
     heard: list[int] = []
     hook = target.model.layers[1].register_forward_hook(lambda *_call: heard.append(1))
     assert texts(target, drafter, at_once=5) == alone
-    assert heard and not calls, "whoever listens to a layer hears it"
+    assert heard and set(calls) == sizes - {target.contract.num_layers}, "whoever listens to a layer hears it"
+    hook.remove()
+    calls.clear()
+    hook = drafter.model.backbone.layers[1].register_forward_hook(lambda *_call: heard.append(2))
+    assert texts(target, drafter, at_once=5) == alone
+    assert 2 in heard and set(calls) == {target.contract.num_layers}, "so does whoever listens to a drafter's"
     hook.remove()
     monkeypatch.setattr(target.model.layers[0], "forward", lambda x, *_rest: x)
     assert texts(target, drafter, at_once=5) != alone, "and a layer that was replaced is run as it is now"

@@ -18,6 +18,7 @@ from paceline.checkpoint.contract import DrafterContract
 from paceline.errors import ShapeError
 from paceline.models.fused_layer import FusedLayer, run_fused
 from paceline.models.layers import (
+    NATIVE_MODES,
     Attend,
     DecoderLayer,
     Linear,
@@ -26,12 +27,15 @@ from paceline.models.layers import (
     RotaryRows,
     SelfAttention,
     fused_layers,
+    native_calls,
     set_linear_mode,
 )
 from paceline.models.positions import position_table
 from paceline.ops.context_kv import write_context_kv
 from paceline.ops.dispatch import needs_gradient
 from paceline.ops.linear_residual import linear_residual_scaled, norm_linear
+from paceline.ops.native.attention import InLayer
+from paceline.ops.native.layer import LayersCall
 from paceline.ops.norm_taps import join_taps, norm_taps
 from paceline.ops.paged_attention import PagedAttend
 from paceline.ops.rms_norm import rms_norm
@@ -95,11 +99,14 @@ class DrafterBackbone(nn.Module):
         self._stacked_kv: Linear | None = None
         self._stacked_k_gain: Tensor  # float32 [layers, 1, H], set beside it
         self._fused: list[FusedLayer] = []
+        self._native: LayersCall | None = None
         self._tap_gains_KD: Tensor | None = None  # copies of the taps' norms, for fused arithmetic
 
     def set_mode(self, mode: LinearMode) -> None:
-        """Gather the layers' fused forms, which come before the whole, and the gains of the taps."""
+        """Gather the layers' fused or native forms, which come before the whole, and the gains of the taps."""
         self._fused = fused_layers(self.layers, mode)
+        calls = native_calls(self.layers) if mode in NATIVE_MODES else []
+        self._native = LayersCall(calls) if calls and self.contract.is_neox_style else None
         self._tap_gains_KD = None
         if mode == "fused" and self.contract.has_tap_norm:
             gains: list[Tensor] = [cast(RMSNorm, norm).weight for norm in self.fc_norm]
@@ -246,6 +253,13 @@ class DrafterBackbone(nn.Module):
             fused_hidden: Tensor = self.norm(x)
             return fused_hidden
         rows = expand_rotary(self.position_table[positions_BQ], x.dtype, is_neox_style=neox)
+        native = self._native
+        key_stride = attend.key_stride() if native is not None and isinstance(attend, InLayer) else None
+        # Whoever changed or wrapped a layer since wants to see it run.
+        if native is not None and key_stride is not None and native_calls(self.layers) == list(native.calls):
+            assert isinstance(attend, InLayer), "it has a stride"
+            native_hidden: Tensor = self.norm(native(x, rows, attend, key_stride, offset_R)[-1])
+            return native_hidden
         along_block = {} if self.contract.convolution is None else {"offset_R": offset_R}
         for index, layer in enumerate(self.layers):
             x = layer(x, rows, attend, index, is_neox_style=neox, **along_block)

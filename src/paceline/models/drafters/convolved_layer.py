@@ -24,8 +24,9 @@ from paceline.models.layers import (
     RotaryRows,
     SelfAttention,
 )
-from paceline.models.native_layer import NativeConvolution, NativeLayer, native_layer, run_native
+from paceline.models.native_layer import NativeLayer, native_layer, run_native
 from paceline.ops.grouped_convolution import grouped_convolution
+from paceline.ops.native.layer import LayerCall, NativeConvolution
 from paceline.ops.paged_attention import PagedAttend
 
 
@@ -113,6 +114,12 @@ class ConvolvedLayer(nn.Module):
         """Its fused form, for `FusedRows` and a `PagedAttend`."""
         return self._fused
 
+    @property
+    def native_call(self) -> LayerCall | None:
+        """As that of `DecoderLayer`."""
+        is_heard = self._forward_hooks or self._forward_pre_hooks or "forward" in self.__dict__
+        return None if self._native is None or is_heard else self._native.whole
+
     def set_mode(self, mode: LinearMode) -> None:
         """Take the form of the mode where there is one; the parts have their arithmetic already."""
         self._fused = self._fused_form() if mode == "fused" else None
@@ -137,10 +144,8 @@ class ConvolvedLayer(nn.Module):
         around_attention, around_mlp = self.attention_conv.native(), self.mlp_conv.native()
         if around_attention is None or around_mlp is None or not isinstance(self.self_attn, SelfAttention):
             return None
-        native = native_layer(self.input_layernorm, self.self_attn, self.post_attention_layernorm, self.mlp)
-        if native is None:
-            return None
-        return native._replace(whole=None, attention_convolution=around_attention, mlp_convolution=around_mlp)
+        parts = self.input_layernorm, self.self_attn, self.post_attention_layernorm, self.mlp
+        return native_layer(*parts, (around_attention, around_mlp))
 
     def forward(
         self,

@@ -1,7 +1,7 @@
 """A whole decoder layer, or all of them, in one call of the native library, where their attention is native, too.
 
 It gives the bits that the operations of `rows.py` and `attention.py` give one after the other; what is saved is the
-way from one to the next. B requests, T rows per request, D width, R turned channels.
+way from one to the next. B requests, T rows per request, R flat rows, D width, U convolution taps of both sides.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +34,20 @@ class _Weight(ctypes.Structure):
         return cls(weight.panels.data_ptr(), bias, weight.num_inputs, weight.num_outputs, weight.form)
 
 
+class _Convolution(ctypes.Structure):
+    """The struct of the C file, field by field."""
+
+    _fields_ = (("projection", _Weight), ("base", ctypes.c_void_p), ("num_taps", ctypes.c_int64))
+
+    @classmethod
+    def of(cls, convolution: NativeConvolution | None) -> _Convolution:
+        if convolution is None:
+            return cls()
+        base_UD = convolution.base_UD
+        assert base_UD.dtype == torch.float32 and base_UD.is_contiguous(), "as the native form makes it"
+        return cls(_Weight.of(convolution.projection), base_UD.data_ptr(), base_UD.shape[0] // 2)
+
+
 class _Layer(ctypes.Structure):
     """The struct of the C file, field by field."""
 
@@ -41,6 +56,8 @@ class _Layer(ctypes.Structure):
         ("o", _Weight),
         ("gate_up", _Weight),
         ("down", _Weight),
+        ("around_attention", _Convolution),
+        ("around_mlp", _Convolution),
         ("input_gain", ctypes.c_void_p),
         ("mlp_gain", ctypes.c_void_p),
         ("q_gain", ctypes.c_void_p),
@@ -64,9 +81,22 @@ class _Pass(ctypes.Structure):
         ("sine", ctypes.c_void_p),
         ("num_rows", ctypes.c_int64),
         ("rotated", ctypes.c_int64),
+        ("offset", ctypes.c_void_p),
         ("attention", ctypes.c_void_p),
         ("num_threads", ctypes.c_int32),
     )
+
+
+class NativeConvolution(NamedTuple):
+    """Both sides of a `GroupedConvolution`.
+
+    Attributes:
+        projection: gives what a row adds to the taps of both.
+        base_UD: float32, the taps before the sublayer, then as many behind it.
+    """
+
+    projection: NativeWeight
+    base_UD: Tensor
 
 
 class LayerCall:
@@ -87,6 +117,7 @@ class LayerCall:
         num_kv_heads: key/value heads.
         head_size: of both.
         eps: of all norms.
+        convolutions: around attention and around the MLP; None without them.
     """
 
     def __init__(
@@ -102,12 +133,14 @@ class LayerCall:
         num_kv_heads: int,
         head_size: int,
         eps: float,
+        convolutions: tuple[NativeConvolution, NativeConvolution] | None = None,
     ) -> None:
         assert gate_up.is_gated and not down.is_gated, "the MLP's first product is the gated one"
-        self._held = (qkv, o, gate_up, down, gains, qk_gains)  # their memory has to outlive this
+        self._held = (qkv, o, gate_up, down, gains, qk_gains, convolutions)  # their memory has to outlive this
         addresses = [gain.data_ptr() for gain in (*gains, *(qk_gains or ()))]
         self._layer = _Layer(
             *(_Weight.of(weight) for weight in (qkv, o, gate_up, down)),
+            *(_Convolution.of(convolution) for convolution in convolutions or (None, None)),
             *addresses,
             *([] if qk_gains else [None, None]),
             o.num_outputs,
@@ -117,13 +150,22 @@ class LayerCall:
             eps,
         )
         self.scratch_width = 2 * o.num_outputs + qkv.num_outputs + o.num_inputs + down.num_inputs
+        if convolutions is not None:
+            self.scratch_width += o.num_outputs + max(each.projection.num_outputs for each in convolutions)
         self._run, self.address = loaded_library().paceline_layer, ctypes.addressof(self._layer)
 
     def __deepcopy__(self, _memo: object) -> LayerCall:
         """Itself: nothing of it ever changes, and addresses are not to be copied."""
         return self
 
-    def __call__(self, x_BTD: Tensor, rows: tuple[Tensor, Tensor], attend: InLayer, layer: int) -> Tensor:
+    def __call__(
+        self,
+        x_BTD: Tensor,
+        rows: tuple[Tensor, Tensor],
+        attend: InLayer,
+        layer: int,
+        offset_R: Tensor | None = None,
+    ) -> Tensor:
         """Return the residual stream after the layer.
 
         Args:
@@ -131,9 +173,10 @@ class LayerCall:
             rows: from `expand_rotary`, in bf16, for channels in halves.
             attend: of this pass.
             layer: its index for `attend`.
+            offset_R: int64, each flat row's index in its own block, for convolutions; None where all are one block.
         """
         y_BTD = torch.empty(x_BTD.shape, dtype=torch.bfloat16)
-        with _pass(x_BTD, y_BTD, rows, attend, layer, self.scratch_width) as given:
+        with _pass(x_BTD, y_BTD, rows, attend, layer, self.scratch_width, offset_R) as given:
             self._run(self.address, given)
         return y_BTD
 
@@ -155,7 +198,14 @@ class LayersCall:
         """Itself, as with `LayerCall`."""
         return self
 
-    def __call__(self, x_BTD: Tensor, rows: tuple[Tensor, Tensor], attend: InLayer, key_stride: int) -> Tensor:
+    def __call__(
+        self,
+        x_BTD: Tensor,
+        rows: tuple[Tensor, Tensor],
+        attend: InLayer,
+        key_stride: int,
+        offset_R: Tensor | None = None,
+    ) -> Tensor:
         """Return the residual stream after each of the layers, [layers, B, T, D].
 
         Args:
@@ -163,18 +213,26 @@ class LayersCall:
             rows: as for one layer.
             attend: of this pass, in which rows see the same in every layer.
             key_stride: from `attend`.
+            offset_R: as for one layer.
         """
         y = torch.empty(len(self.calls), *x_BTD.shape, dtype=torch.bfloat16)
-        with _pass(x_BTD, y, rows, attend, 0, self._scratch_width) as given:
+        with _pass(x_BTD, y, rows, attend, 0, self._scratch_width, offset_R) as given:
             self._run(ctypes.addressof(self._addresses), len(self.calls), key_stride, given)
         return y
 
 
 @contextlib.contextmanager
 def _pass(
-    x_BTD: Tensor, y: Tensor, rows: tuple[Tensor, Tensor], attend: InLayer, layer: int, scratch_width: int
+    x_BTD: Tensor,
+    y: Tensor,
+    rows: tuple[Tensor, Tensor],
+    attend: InLayer,
+    layer: int,
+    scratch_width: int,
+    offset_R: Tensor | None,
 ) -> Iterator[int]:
     """The address of what a call reads and writes, good as long as the memory behind it is held here."""
+    assert offset_R is None or (offset_R.dtype == torch.int64 and offset_R.is_contiguous()), "read by its address"
     x_BTD, cosine, sine = x_BTD.contiguous(), rows[0].contiguous(), rows[1].contiguous()
     num_rows = x_BTD.shape[0] * x_BTD.shape[1]
     scratch = torch.empty(num_rows * scratch_width, dtype=torch.bfloat16)
@@ -186,6 +244,7 @@ def _pass(
         sine.data_ptr(),
         num_rows,
         cosine.shape[-1],
+        None if offset_R is None else offset_R.data_ptr(),
         attend.in_layer(layer),
         attend.num_threads,
     )

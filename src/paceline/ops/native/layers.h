@@ -52,4 +52,7 @@ INTERNAL void multiply_integer_rows(const Product *p, int64_t num_panels);
 INTERNAL void turn_rows(
     bfloat *rows, int64_t num_rows, int64_t stride, int64_t num_heads, int64_t num_kv_heads, int64_t head_size,
     const bfloat *cosine, const bfloat *sine, int64_t rotated, const bfloat *q_gain, const bfloat *k_gain, float eps);
+INTERNAL void convolve_rows(
+    const bfloat *x, const float *base, const bfloat *delta, int64_t stride, const int64_t *offset,
+    const bfloat *residual, bfloat *y, int64_t num_rows, int64_t width, int64_t num_groups, int64_t num_taps);
 INTERNAL void attend_rows(const Attention *a, int32_t num_threads);

@@ -51,13 +51,13 @@ void paceline_turn_heads(
 
 /* y[r, c] = residual[r, c] + sum over taps t <= offset[r] of (base[t, c] + delta[r, t, c / size]) * x[r - t, c].
 
-   `offset` is each row's index in its own block; none: all rows are one block. Rows of `delta` are `stride` apart. */
-void paceline_convolve(
+   `offset` is each row's index in its own block; none: all rows are one block. Rows of `delta` are `stride` apart. By
+   all threads of a team, and none goes on before it is done. */
+void convolve_rows(
     const bfloat *x, const float *base, const bfloat *delta, int64_t stride, const int64_t *offset,
-    const bfloat *residual, bfloat *y, int64_t num_rows, int64_t width, int64_t num_groups, int64_t num_taps,
-    int32_t num_threads) {
+    const bfloat *residual, bfloat *y, int64_t num_rows, int64_t width, int64_t num_groups, int64_t num_taps) {
     int64_t size = width / num_groups;
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows > 8)
+#pragma omp for schedule(static)
     for (int64_t row = 0; row < num_rows; row++) {
         int64_t reach = offset ? offset[row] : row;
         int64_t taps = num_taps < reach + 1 ? num_taps : reach + 1;
@@ -76,4 +76,12 @@ void paceline_convolve(
             }
         }
     }
+}
+
+void paceline_convolve(
+    const bfloat *x, const float *base, const bfloat *delta, int64_t stride, const int64_t *offset,
+    const bfloat *residual, bfloat *y, int64_t num_rows, int64_t width, int64_t num_groups, int64_t num_taps,
+    int32_t num_threads) {
+#pragma omp parallel num_threads(num_threads) if (num_rows > 8)
+    convolve_rows(x, base, delta, stride, offset, residual, y, num_rows, width, num_groups, num_taps);
 }

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.models.native_layer import NativeLayer, run_native
 from paceline.ops.native import rows as native
 from paceline.ops.native.attention import BlockedAttention, InLayer
-from paceline.ops.native.layer import LayerCall, LayersCall
+from paceline.ops.native.layer import LayerCall, LayersCall, NativeConvolution
 from paceline.ops.rotary import expand_rotary, rotary_table
 
 pytestmark = pytest.mark.skipif(
@@ -76,6 +77,63 @@ def test_one_call_has_the_bits_of_many(num_rows: int, has_bias: bool, has_qk_nor
     assert torch.equal(planes, apart)
     assert torch.equal(x, numbers(3, num_rows, WIDTH)), "the stream that came in may have been tapped"
     assert y.isfinite().all() and not torch.equal(y, x)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 9])
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("has_offset", [False, True])
+def test_one_call_of_a_convolved_layer_has_the_bits_of_many(
+    num_rows: int, num_threads: int, has_offset: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against `run_native` where attention has no address, with sides of 3 and 2 taps, in groups of 12 and of 48."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+
+    def weight(outputs: int, inputs: int, seed: int, *, is_gated: bool = False) -> native.NativeWeight:
+        return native.pack((numbers(outputs, inputs, seed=seed).float() / 7).bfloat16(), is_gated=is_gated)
+
+    sizes = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": SIZE}
+    convolutions = (
+        NativeConvolution(weight(2 * 3 * 4, WIDTH, 11), numbers(6, WIDTH, seed=12).float()),
+        NativeConvolution(weight(2 * 2, WIDTH, 13), numbers(4, WIDTH, seed=14).float()),
+    )
+    weights = {
+        "qkv": weight((HEADS + 2 * KV_HEADS) * SIZE, WIDTH, 1),
+        "o": weight(WIDTH, HEADS * SIZE, 2),
+        "gate_up": weight(2 * INNER, WIDTH, 3, is_gated=True),
+        "down": weight(WIDTH, INNER, 4),
+    }
+    gains = numbers(WIDTH, seed=5), numbers(WIDTH, seed=6)
+    whole = LayerCall(**weights, gains=gains, qk_gains=None, eps=EPS, convolutions=convolutions, **sizes)
+    layer = NativeLayer(
+        input_gain_D=gains[0],
+        mlp_gain_D=gains[1],
+        qk_gains=None,
+        eps=EPS,
+        whole=whole,
+        attention_convolution=convolutions[0],
+        mlp_convolution=convolutions[1],
+        **weights,
+        **sizes,
+    )
+    x, planes = numbers(3, num_rows, WIDTH), numbers(2, 2, KV_HEADS, 13, 16, SIZE)
+    positions = torch.tensor(STARTS).unsqueeze(1) + torch.arange(num_rows)
+    rows = expand_rotary(rotary_table(torch.linspace(1.0, 0.1, SIZE // 2), 64)[positions], torch.bfloat16)
+    offset = torch.arange(num_rows).repeat(3) if has_offset else None
+    attend, apart = Causal(planes, num_rows), Causal(planes.clone(), num_rows)
+    found = run_native(layer, x, rows, attend, 1, offset)
+    expected = run_native(layer, x, rows, lambda layer, q, k, v: apart.attend(layer, q, k, v, *apart.seen), 1, offset)
+    assert torch.equal(found, expected) and found.isfinite().all()
+    in_layers = LayersCall([whole, whole])(x, rows, Causal(planes, num_rows), attend.attend.key_stride, offset)
+    first = run_native(layer, x, rows, attend, 0, offset)
+    assert torch.equal(in_layers[0], first) and torch.equal(
+        in_layers[1], run_native(layer, first, rows, attend, 1, offset)
+    )
+    other = run_native(layer, x, rows, attend, 1, None if has_offset else torch.arange(num_rows).repeat(3))
+    assert not torch.equal(other, found), "where a block begins makes a difference"
+    swapped = LayerCall(
+        **weights, gains=gains, qk_gains=None, eps=EPS, convolutions=(convolutions[0], convolutions[0]), **sizes
+    )
+    assert not torch.equal(swapped(x, rows, attend, 1, offset), found), "and so does whose taps they are"
 
 
 @pytest.mark.parametrize("num_rows", [1, 9])
