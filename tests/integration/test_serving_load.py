@@ -21,6 +21,7 @@ from paceline.engine.attends import AttentionChoice
 from paceline.engine.block_tables import BlockTables
 from paceline.engine.draft_length import DraftLengthController
 from paceline.engine.engine import Engine, EngineSettings
+from paceline.engine.kind_costs import KindCosts
 from paceline.engine.request import RequestResult, SamplingParameters
 from paceline.engine.slots import SlotState
 from paceline.engine.step_cost import StepCosts, StepCostTable
@@ -50,6 +51,7 @@ def made_up_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linear ones, so that a test doesn't depend on how busy its machine is."""
     costs = StepCosts(StepCostTable({(1, 1): 10.0, (1, 2): 10.5}), StepCostTable({(1, 1): 0.2, (1, 2): 0.4}))
     monkeypatch.setattr(loop_module, "measure_costs", lambda *_args, **_kwargs: costs)
+    monkeypatch.setattr(KindCosts, "observe", lambda *_args: None)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

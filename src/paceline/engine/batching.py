@@ -89,6 +89,7 @@ def step_batch(
     rows_ahead: Sequence[int],
     stopper: DraftStopper | None,
     round_rows: Callable[[int], int] = int,
+    least_rows: int = 1,
 ) -> StepBatch:
     """Put together a decode step, its tensors on the host.
 
@@ -104,11 +105,12 @@ def step_batch(
         rows_ahead: positions that each request may stand beyond what the host knows.
         stopper: as for `StepBatch`.
         round_rows: rows that a step runs which needs so many; the drafts that are then missing are -1.
+        least_rows: rows that it has in any case.
     """
     slots = [request.slot for request in requests if request.slot is not None]
     bounds = [request.num_cached + ahead for request, ahead in zip(requests, rows_ahead, strict=True)]
     # Rows are as many as the longest waiting block needs; the blocks drafted next may be of another length.
-    num_rows = round_rows(1 + min(most_drafts, max(num_waiting)))
+    num_rows = round_rows(max(least_rows, 1 + min(most_drafts, max(num_waiting))))
     context_starts = [request.held.context_start for request in requests]
     lacks_context = any(context_starts)
     numbers = np.array([slots, bounds, context_starts], dtype=np.int64)  # faster than from lists to a tensor

@@ -5,26 +5,37 @@ looks at the past alone: at how often drafts were kept in finished steps, and at
 the drafts are drawn.
 
 With c_i the chance that draft i is kept if those before it are, n drafts give tau(n) = 1 + c_0 + c_0 c_1 + ... tokens
-per request, and n is the number with the largest tau(n) / cost(requests, n), from 0 to K. At 0 nothing is drafted, and
-now and then a probe finds out whether it would pay again. Where several probes in a row did not, not even the context
-is worth its time: running requests go on without, and from time to time a new one is drafted for again.
+to a request, and n is the number for which all requests of the step get the most tokens per ms, from 0 to K. Chances
+are held apart for each kind of text, costs for each kind of step (`step_kind.py`), and 0 drafts cost what an engine
+without a drafter pays. At 0 nothing is drafted, and now and then a probe finds out whether it would pay again. Where
+several probes in a row did not, not even the context is worth its time: running requests go on without, and from time
+to time a new one is drafted for again.
+
+Everything is learned by the step, not by the block: what 32 requests say in one step is one observation that is 32
+times as sure, and a probe pays if its blocks do on average.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from typing import Final, Literal, Protocol, get_args
+import operator
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple, get_args
 
-from paceline.engine.draft_budget import expected_acceptance
+from paceline.engine.kind_costs import CostsByKind
+from paceline.engine.step_kind import StepAhead, StepKind, TextKind
 from paceline.errors import RequestError, shown
 
 DraftLengthMode = Literal["off", "fixed", "adaptive"]
 DRAFT_LENGTH_MODES: Final[tuple[DraftLengthMode, ...]] = get_args(DraftLengthMode)
 
 _PRIOR_WEIGHT = 2.0
-_MEMORY = 0.98  # weight that an observation keeps when the next comes in: the last 50 count
+_MEMORY = 0.98  # weight that a step keeps when the next comes in: the last 50 count
 _PROBE_MEMORY = 0.7  # probes are rare, and the last few have to be enough to come back
+_MARGIN = 0.02  # what another length has to gain, or the choice would follow noise from step to step
 _PROBE_SHARE = 0.02  # of the time, at most, goes into probing
 _MIN_PROBE_INTERVAL = 16
 _MAX_BACKOFF = 4
@@ -43,23 +54,26 @@ def checked_draft_length(value: object) -> DraftLengthMode:
     return value
 
 
-class Costs(Protocol):
-    """What `StepCosts` knows."""
+class JudgedBlock(NamedTuple):
+    """What became of one request's block.
 
-    def step_ms(self, num_requests: int, num_drafts: int) -> float:
-        """A step that verifies and draws that many drafts per request."""
-        ...
+    Attributes:
+        text: kind of the request's text.
+        num_drawn: drafts drawn for it. Those that were held back (`DraftLengthController.thresholds`) are among them
+            and count as refused: the question is what drawing this many gives.
+        num_accepted: of them, kept.
+    """
 
-    def verify_ms(self, num_requests: int, num_drafts: int) -> float:
-        """The part of it that can still be saved once the drafts are there."""
-        ...
+    text: TextKind
+    num_drawn: int
+    num_accepted: int
 
 
 class AcceptanceRates:
-    """Chances that each draft is kept if those before it are, from recent blocks.
+    """Chances that each draft is kept if those before it are, from recent steps.
 
     The first position starts from certainty, which fades like any observation. Each other one leans on the position
-    before it, and old blocks fade whether or not new ones reach as far: positions that are not drafted any more don't
+    before it, and old steps fade whether or not new ones reach as far: positions that are not drafted any more don't
     hold on to what they once were.
 
     Args:
@@ -70,14 +84,22 @@ class AcceptanceRates:
         self._judged = [_PRIOR_WEIGHT] + [0.0] * (num_draft_tokens - 1)
         self._kept = list(self._judged)
 
-    def observe(self, num_judged: int, num_accepted: int, memory: float = _MEMORY) -> None:
-        """Take in one block: its kept drafts and, if one was refused, the first of these."""
+    def observe(self, blocks: Sequence[tuple[int, int]], memory: float = _MEMORY) -> None:
+        """Take in the blocks of one step: of each, its kept drafts and, if one was refused, the first of these.
+
+        Args:
+            blocks: drafts judged and drafts kept of each.
+            memory: weight that what was known before keeps.
+        """
         for position in range(len(self._judged)):
             self._judged[position] *= memory
             self._kept[position] *= memory
-        for position in range(min(num_judged, num_accepted + 1)):
-            self._judged[position] += 1
-            self._kept[position] += position < num_accepted
+        for num_judged, num_accepted in blocks:
+            for position in range(num_accepted):
+                self._judged[position] += 1
+                self._kept[position] += 1
+            if num_accepted < num_judged:
+                self._judged[num_accepted] += 1
 
     def rates(self) -> list[float]:
         """One per position."""
@@ -87,108 +109,154 @@ class AcceptanceRates:
         return rates
 
 
+@dataclass
+class _Switch:
+    """Whether steps of one kind draft, and what their probes said.
+
+    Attributes:
+        num_drafts: the last choice, probes aside.
+        num_requests: of the last step that was planned.
+        backoff: how much longer than usual the next probe is waited for.
+        steps_to_probe: how long that still is.
+        num_unpaid: probes since one paid.
+    """
+
+    num_drafts: int
+    num_requests: int = 1
+    backoff: int = 1
+    steps_to_probe: int = 0
+    num_unpaid: int = 0
+
+
 class DraftLengthController:
     """Chooses the number of drafts for the requests in "adaptive" mode.
 
     Args:
         num_draft_tokens: K.
-        costs: measured.
+        costs: of steps.
 
     Attributes:
+        costs: as given.
         num_drafts: the last choice, probes aside.
         num_switched_off: how often drafting stopped paying.
         num_probes: blocks drafted to find out whether it pays again.
     """
 
-    def __init__(self, num_draft_tokens: int, costs: Costs) -> None:
-        self._num_draft_tokens, self._costs = num_draft_tokens, costs
-        self._rates = AcceptanceRates(num_draft_tokens)
-        self._num_requests = 1
-        self._backoff = 1
-        self._steps_to_probe = 0
-        self._num_unpaid = 0  # probes since one paid
+    def __init__(self, num_draft_tokens: int, costs: CostsByKind) -> None:
+        self._num_draft_tokens, self.costs = num_draft_tokens, costs
+        self._rates: defaultdict[TextKind, AcceptanceRates] = defaultdict(lambda: AcceptanceRates(num_draft_tokens))
+        self._switches: defaultdict[StepKind, _Switch] = defaultdict(lambda: _Switch(num_draft_tokens))
         self.num_drafts = num_draft_tokens
         self.num_switched_off = 0
         self.num_probes = 0
 
-    @property
-    def has_given_up(self) -> bool:
+    def has_given_up(self, kind: StepKind) -> bool:
         """Whether running requests may lose their context; a step for them is then a plain one."""
-        return self._num_unpaid >= _PROBES_TO_GIVE_UP
+        return self._switches[kind].num_unpaid >= _PROBES_TO_GIVE_UP
 
-    @property
-    def wants_another_request(self) -> bool:
+    def wants_another_request(self, kind: StepKind) -> bool:
         """Whether a new request should be drafted for; always, unless it was given up and the next probe is not due."""
-        return not self.has_given_up or self._steps_to_probe <= 1
+        return not self.has_given_up(kind) or self._switches[kind].steps_to_probe <= 1
 
-    def skip_step(self) -> None:
+    def skip_step(self, kind: StepKind) -> None:
         """Count a step in which nobody could be drafted for."""
-        self._steps_to_probe -= 1
+        self._switches[kind].steps_to_probe -= 1
 
-    def next_num_drafts(self, num_requests: int) -> int:
-        """Drafts per request for the next block of a step with that many requests; call it once per block."""
-        self._num_requests = num_requests
-        was_off = self.num_drafts == 0
-        self.num_drafts = self._best(num_requests)
-        if self.num_drafts > 0:
-            self._backoff, self._num_unpaid = 1, 0
-            return self.num_drafts
-        if not was_off:
-            self.num_switched_off += 1
-            self._steps_to_probe = self._probe_interval()
-        self._steps_to_probe -= 1
-        if self._steps_to_probe > 0:
-            return 0
-        self.num_probes += 1
-        self._num_unpaid += 1
-        self._backoff = min(2 * self._backoff, _MAX_BACKOFF)
-        self._steps_to_probe = self._backoff * self._probe_interval()
-        return self._num_draft_tokens
+    def is_off(self, kind: StepKind) -> bool:
+        """Whether drafting does not pay in such steps, so that what is drafted there is a probe."""
+        return self._switches[kind].num_drafts == 0
 
-    def observe(self, num_judged: int, num_accepted: int) -> None:
-        """Take in one block of one request.
+    def next_num_drafts(self, step: StepAhead) -> int:
+        """Drafts per request for the next block; call it once per block.
 
         Args:
-            num_judged: drafts drawn for it. Those that were held back (`thresholds`) are among them and count as
-                refused: the question is what drawing this many gives.
-            num_accepted: of them, kept.
+            step: the one that will judge it.
         """
-        if num_judged == 0:
-            return
-        self._rates.observe(num_judged, num_accepted, _PROBE_MEMORY if self.num_drafts == 0 else _MEMORY)
-        if self.num_drafts == 0 and 1 + num_accepted > self._cost_ratio():
-            self._backoff, self._steps_to_probe, self._num_unpaid = 1, 0, 0  # that one paid, so the next may
+        switch = self._switches[step.kind]
+        switch.num_requests = step.num_requests
+        was_off = switch.num_drafts == 0
+        switch.num_drafts = self.num_drafts = self._best(step, switch.num_drafts)
+        if switch.num_drafts > 0:
+            switch.backoff, switch.num_unpaid = 1, 0
+            return switch.num_drafts
+        if not was_off:
+            self.num_switched_off += 1
+            switch.steps_to_probe = self._probe_interval(step.kind)
+        switch.steps_to_probe -= 1
+        if switch.steps_to_probe > 0:
+            return 0
+        self.num_probes += 1
+        switch.num_unpaid += 1
+        switch.backoff = min(2 * switch.backoff, _MAX_BACKOFF)
+        switch.steps_to_probe = switch.backoff * self._probe_interval(step.kind)
+        return self._num_draft_tokens
 
-    def thresholds(self, num_requests: int, num_drafts: int) -> list[float]:
+    def observe(self, kind: StepKind, blocks: Sequence[JudgedBlock]) -> None:
+        """Take in what one step judged for requests in "adaptive" mode.
+
+        Args:
+            kind: of the step.
+            blocks: one per request; those without drafts tell nothing.
+        """
+        drafted = [block for block in blocks if block.num_drawn > 0]
+        if not drafted:
+            return
+        switch = self._switches[kind]
+        is_probe = switch.num_drafts == 0
+        for text in {block.text for block in drafted}:
+            judged = [(block.num_drawn, block.num_accepted) for block in drafted if block.text == text]
+            self._rates[text].observe(judged, _PROBE_MEMORY if is_probe else _MEMORY)
+        mean_tokens = 1 + sum(block.num_accepted for block in drafted) / len(drafted)
+        if is_probe and mean_tokens > self._cost_ratio(kind):
+            switch.backoff, switch.steps_to_probe, switch.num_unpaid = 1, 0, 0  # that one paid, so the next may
+
+    def thresholds(self, step: StepAhead, num_drafts: int) -> list[float]:
         """The survival from which on each of the drawn drafts is worth verifying.
 
         One more row costs some ms, in which a step makes so many tokens per request at its usual pace; below that, the
         row is better left out. The pace is that of the past.
 
         Args:
-            num_requests: of the step that verifies.
+            step: that verifies.
             num_drafts: drawn per request.
         Returns:
             One per draft, for `usable_prefix`.
         """
-        pace = (1 + expected_acceptance(self._rates.rates()[:num_drafts])) / self._costs.step_ms(
-            num_requests, num_drafts
-        )
-        costs_ms = [self._costs.verify_ms(num_requests, count) for count in range(num_drafts + 1)]
-        return [min(1.0, pace * (more - less)) for less, more in itertools.pairwise(costs_ms)]
+        costs = self.costs.of(step.kind)
+        tokens = self.expected_tokens(step)[num_drafts] / step.num_requests
+        pace = tokens / costs.step_ms(step.num_requests, num_drafts)
+        costs_ms = [costs.verify_ms(step.num_requests, count) for count in range(num_drafts + 1)]
+        return [max(0.0, min(1.0, pace * (more - less))) for less, more in itertools.pairwise(costs_ms)]
 
-    def _best(self, num_requests: int) -> int:
-        rates = self._rates.rates()
-        paces = [
-            (1 + expected_acceptance(rates[:count])) / self._costs.step_ms(num_requests, count)
-            for count in range(self._num_draft_tokens + 1)
-        ]
-        return paces.index(max(paces))
+    def expected_tokens(self, step: StepAhead) -> list[float]:
+        """What a step gives all its requests with 0, 1, ... K drafts for each that adapts.
 
-    def _cost_ratio(self) -> float:
+        Requests that do not adapt count as one token: whatever they get, they get with any choice.
+        """
+        tokens = [float(step.num_requests)] * (self._num_draft_tokens + 1)
+        for text, count in step.num_adaptive:
+            survivals = itertools.accumulate(self._rates[text].rates(), operator.mul)
+            for num_drafts, accepted in enumerate(itertools.accumulate(survivals), start=1):
+                tokens[num_drafts] += count * accepted
+        return tokens
+
+    def believed_ms(self, step: StepAhead) -> list[float]:
+        """What a step is believed to cost with 0, 1, ... K drafts for each request that adapts."""
+        costs = self.costs.of(step.kind)
+        drafted = [max(count, step.num_fixed) for count in range(self._num_draft_tokens + 1)]
+        plain_ms = costs.plain_ms(step.num_requests)
+        return [costs.step_ms(step.num_requests, count) if count > 0 else plain_ms for count in drafted]
+
+    def _best(self, step: StepAhead, last: int) -> int:
+        """The length with the best pace; the last one, unless another is clearly better."""
+        paces = [tokens / ms for tokens, ms in zip(self.expected_tokens(step), self.believed_ms(step), strict=True)]
+        best = max(paces)
+        return last if paces[last] * (1 + _MARGIN) >= best else paces.index(best)
+
+    def _cost_ratio(self, kind: StepKind) -> float:
         """What a step with all drafts costs, in plain steps."""
-        costs = self._costs
-        return costs.step_ms(self._num_requests, self._num_draft_tokens) / costs.step_ms(self._num_requests, 0)
+        costs, num_requests = self.costs.of(kind), self._switches[kind].num_requests
+        return costs.step_ms(num_requests, self._num_draft_tokens) / costs.plain_ms(num_requests)
 
-    def _probe_interval(self) -> int:
-        return max(_MIN_PROBE_INTERVAL, math.ceil((self._cost_ratio() - 1) / _PROBE_SHARE))
+    def _probe_interval(self, kind: StepKind) -> int:
+        return max(_MIN_PROBE_INTERVAL, math.ceil((self._cost_ratio(kind) - 1) / _PROBE_SHARE))

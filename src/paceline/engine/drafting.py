@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
 
 from paceline.engine.counters import Counters
 from paceline.engine.draft_budget import DraftSchedule
-from paceline.engine.draft_length import Costs, DraftLengthController
+from paceline.engine.draft_length import DraftLengthController, JudgedBlock
 from paceline.engine.draft_planner import DraftPlanner
 from paceline.engine.draft_stopper import DraftPlan, DraftStopper
 from paceline.engine.proposal import Proposer
 from paceline.engine.running import RunningRequest
 from paceline.engine.settings import EngineSettings
 from paceline.engine.step import HostStep
+from paceline.engine.step_cost import Costs
+from paceline.engine.step_kind import StepAhead, StepKind, StepSize, TextKind
 from paceline.ops.finalise_block import NOT_A_NUMBER
 
 _log = logging.getLogger(__name__)
@@ -28,13 +31,15 @@ class Drafting:
         proposer: what drafts; None decodes plainly.
         settings: of the engine.
         counters: of the engine.
-        measure: measures step costs, once, for the first request in "adaptive" mode.
+        measure: measures what steps of a kind cost, for the first request in "adaptive" mode.
         calibrated_first_position: see `AcceptanceAlarm`.
+        holds_back: as for `DraftPlanner`.
         device: of the slots' state.
 
     Attributes:
         planner: who gets how many drafts.
-        stopper: holds drafts back on the device; None before the first request in "adaptive" mode.
+        stopper: holds drafts back on the device; None before the first request in "adaptive" mode, and where nothing
+            is saved by that.
     """
 
     def __init__(
@@ -43,8 +48,9 @@ class Drafting:
         settings: EngineSettings,
         counters: Counters,
         *,
-        measure: Callable[[], Costs],
+        measure: Callable[[StepKind], Costs],
         calibrated_first_position: float | None,
+        holds_back: bool,
         device: torch.device,
     ) -> None:
         self._proposer, self._settings, self._counters, self._device = proposer, settings, counters, device
@@ -55,18 +61,24 @@ class Drafting:
             schedule=None if ranges is None else DraftSchedule(ranges, num_draft_tokens),
             measure=measure,
             calibrated_first_position=calibrated_first_position,
+            holds_back=holds_back,
         )
+        self._holds_back = holds_back
+        self._ahead: StepAhead | None = None
+        self._judged: list[JudgedBlock] = []
         self.stopper: DraftStopper | None = None
 
     def settle(self, request: RunningRequest) -> None:
         """Settle a request's mode, and whether drafts are made for it, before it is admitted for the first time."""
+        request.step_kind = StepKind.of(request.flags, has_grammar=request.grammar is not None)
+        request.text_kind = TextKind(not request.flags.all_greedy, request.has_token_rules)
         request.draft_length = request.sampling.draft_length or self._settings.draft_length
         request.is_drafted = self._proposer is not None and request.draft_length != "off"
         if request.is_drafted and request.draft_length == "adaptive":
-            request.is_drafted = self._prepare_adapting().wants_another_request
+            request.is_drafted = self._prepare_adapting().wants_another_request(request.step_kind)
 
     def _prepare_adapting(self) -> DraftLengthController:
-        if self.stopper is None:
+        if self.stopper is None and self._holds_back:
             self.stopper = DraftStopper(self._settings.max_num_seqs, self.planner.num_draft_tokens, self._device)
         return self.planner.prepare()
 
@@ -79,11 +91,37 @@ class Drafting:
         """
         if self._proposer is None:
             return DraftPlan((0,) * len(requests))
+        self._ahead = step = self._step_ahead(requests, running)
         return self.planner.plan(
             [request.draft_length if request.is_drafted else "off" for request in requests],
-            teaches=[not request.has_token_rules for request in requests],
-            num_requests=sum(request.is_decoding or request in requests for request in running),
+            [not request.has_token_rules for request in requests],
+            step,
         )
+
+    def _step_ahead(self, requests: Sequence[RunningRequest], running: Sequence[RunningRequest]) -> StepAhead:
+        """The step that will judge the next blocks of some requests."""
+        batch = [request for request in running if request.is_decoding or request in requests]
+        drafted = [request for request in batch if request.is_drafted]
+        texts = Counter(request.text_kind for request in drafted if request.draft_length == "adaptive")
+        is_any_fixed = any(request.draft_length == "fixed" for request in drafted)
+        return StepAhead(
+            kind=StepKind.joined({request.step_kind for request in batch}),
+            num_requests=len(batch),
+            num_adaptive=tuple(texts.items()),
+            num_fixed=self.planner.limit(len(batch)) if is_any_fixed else 0,
+        )
+
+    def size_of(self, plan: DraftPlan, *, writes_context: bool) -> StepSize | None:
+        """The size, as costs are known by it, of a step that judges as many drafts as it draws; None if nobody adapts.
+
+        Args:
+            plan: that was made last, for the blocks behind this step.
+            writes_context: whether it keeps the drafter's context current.
+        """
+        step = self._ahead
+        if step is None or self.planner.controller is None:
+            return None
+        return StepSize(step.kind, len(plan.num_drafts), plan.most, writes_context)
 
     def observe(self, request: RunningRequest, step: HostStep) -> None:
         """Learn from a block that was judged; a step without drafts says something in "adaptive" mode alone."""
@@ -95,13 +133,27 @@ class Drafting:
             return  # it is run again without drafts
         if request.draft_length == "adaptive":
             self._counters.num_held_back += request.num_drawn - request.num_waiting
+            self._judged.append(JudgedBlock(request.text_kind, request.num_drawn, step.num_accepted))
         self.planner.observe(
-            request.draft_length,
-            num_drawn=request.num_drawn,
-            num_judged=num_judged,
-            num_accepted=step.num_accepted,
-            is_plain_greedy=request.is_plain_greedy,
+            num_judged=num_judged, num_accepted=step.num_accepted, is_plain_greedy=request.is_plain_greedy
         )
+
+    def observe_step(self, requests: Sequence[RunningRequest], size: StepSize | None, step_ms: float | None) -> None:
+        """Learn from a step as a whole, behind what its requests had to say one by one.
+
+        Args:
+            requests: of the step.
+            size: as `size_of` said.
+            step_ms: what it took; None where something else ran, too.
+        """
+        judged, self._judged = self._judged, []
+        controller = self.planner.controller
+        if controller is None:
+            return
+        if judged:
+            self.planner.observe_step(StepKind.joined({request.step_kind for request in requests}), judged)
+        if size is not None and step_ms is not None:
+            controller.costs.of(size.kind).observe(size, step_ms)
 
     def stop_beyond(self, request: RunningRequest, length: int, *, context_end: int) -> None:
         """Go on without drafts once a block after `length` cached positions would leave the drafter's positions.
@@ -128,7 +180,7 @@ class Drafting:
 
     def give_up(self, requests: Sequence[RunningRequest]) -> None:
         """Where drafting has not paid for long, let requests lose their context: their steps are plain ones then."""
-        if not self.planner.has_given_up:
+        if not self.planner.has_given_up(StepKind.joined({request.step_kind for request in requests})):
             return
         for request in requests:
             if request.draft_length == "adaptive" and request.num_waiting == 0 and request.is_drafted:

@@ -279,6 +279,17 @@ class StepRunner:
             return num_rows
         return min(most, next(bucket for bucket in (*_ROW_BUCKETS, most) if bucket >= num_rows))
 
+    def least_rows(self, plan: DraftPlan) -> int:
+        """Rows that a step has at least for what is planned behind it.
+
+        Where somebody's drafts follow what pays, a recorded step judges as many as it draws: lengths change at any
+        time, and a recording for each pair of them costs more than the few steps between two lengths, which are done
+        as the larger of both.
+        """
+        proposer = self._parts.proposer
+        is_square = self._record is not None and proposer is not None and proposer.is_parallel and any(plan.is_adaptive)
+        return plan.most + 1 if is_square else 1
+
     def run(self, batch: StepBatch) -> StepOutput:
         """Run a step.
 
@@ -294,7 +305,7 @@ class StepRunner:
         if self._record is None or not self._can_record(batch):
             self._counters.num_unrecorded_steps += self._record is not None
             return self.run_unrecorded(batch)
-        work = self._work_for(self._rounded(batch), num_rows=batch.rows.num_rows)
+        work = self._work_for(self._rounded(batch, num_rows=batch.rows.num_rows), num_rows=batch.rows.num_rows)
         output: StepOutput = work.recorded.do(self._record, self._counters)
         self._counters.num_replayed_steps += work.recorded.is_recorded
         self._counters.num_unrecorded_steps += not work.recorded.is_recorded
@@ -318,7 +329,7 @@ class StepRunner:
         # What goes token by token starts from a state that the prompt's pass has left, each time elsewhere.
         if self._record is None or not proposer.is_parallel or not self._can_record(batch):
             return draft_next(proposer, parts.state, rows, plan.on(parts.state.device), stopper, flags)
-        work = self._work_for(self._rounded(batch), num_rows=0)
+        work = self._work_for(self._rounded(batch, num_rows=0), num_rows=0)
         waiting_B: Tensor = work.recorded.do(self._record, self._counters)
         return waiting_B[: len(rows.slots)].clone()
 
@@ -355,12 +366,15 @@ class StepRunner:
         drafter_cache = proposer.cache if proposer is not None else None
         return reads_no_host and (drafter_cache is None or can_attend_paged(drafter_cache))
 
-    def _rounded(self, batch: StepBatch) -> StepBatch:
-        """Draw as many drafts as a bucket has; those beyond the plan are left out."""
+    def _rounded(self, batch: StepBatch, *, num_rows: int) -> StepBatch:
+        """Draw as many drafts as a bucket has, or as so many rows judge; those beyond the plan are left out."""
         plan, proposer = batch.plan, self._parts.proposer
-        if not isinstance(plan, DraftPlan) or plan.most == 0 or proposer is None or not proposer.is_parallel:
+        if not isinstance(plan, DraftPlan) or proposer is None or not proposer.is_parallel:
             return batch
-        return replace(batch, plan=replace(plan, num_drawn=self.rows_of(plan.most + 1) - 1))
+        num_judged = num_rows - 1 if any(plan.is_adaptive) else 0
+        if max(plan.most, num_judged) <= 0:
+            return batch
+        return replace(batch, plan=replace(plan, num_drawn=max(self.rows_of(plan.most + 1) - 1, num_judged)))
 
     def _key(self, batch: StepBatch, num_rows: int) -> StepKey:
         rows, plan = batch.rows, batch.plan
@@ -369,10 +383,10 @@ class StepRunner:
         if isinstance(plan, DraftPlan):
             has_thresholds = plan.thresholds is not None
             parts = (
-                min(plan.num_drafts, default=0) < plan.most,
+                plan.most > 0 and (min(plan.num_drafts) < plan.most or any(plan.is_adaptive)),
                 has_thresholds,
                 has_thresholds and not all(plan.is_adaptive),
-                not all(plan.teaches),
+                batch.stopper is not None and not all(plan.teaches),
             )
         return StepKey(
             next(bucket for bucket in self._buckets if bucket >= count),

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from paceline.engine.running import RunningRequest
 from paceline.engine.step import HostStep, SentOutput, StepOutput
+from paceline.engine.step_kind import StepSize
 from paceline.errors import EngineFaultError
 
 
@@ -26,6 +27,7 @@ class Launched:
         is_decode: a decode step; else the last chunk of one request's text.
         output: on its way to the host.
         started_s: before it was put together, on the performance counter.
+        size: as its cost goes; None where that says nothing.
     """
 
     number: int
@@ -36,6 +38,7 @@ class Launched:
     is_decode: bool
     output: SentOutput
     started_s: float
+    size: StepSize | None = None
 
     def read(self) -> list[tuple[RunningRequest, HostStep, int]]:
         """Wait for the results and give those that still count: request, its part of the step, drafts planned behind.
@@ -103,11 +106,14 @@ class InFlight:
         num_rows: int,
         is_decode: bool,
         started_s: float,
+        size: StepSize | None = None,
     ) -> None:
         """Remember the pass that was launched last, as its results are wanted, and send for them."""
         epochs = [request.epoch for request in requests]
         sent = output.send()
-        self._unread.append(Launched(self.last, requests, epochs, num_drawn, num_rows, is_decode, sent, started_s))
+        self._unread.append(
+            Launched(self.last, requests, epochs, num_drawn, num_rows, is_decode, sent, started_s, size)
+        )
 
     def ahead(self, requests: Sequence[RunningRequest]) -> list[Ahead]:
         """How far the device may be ahead of the host with each of some requests."""

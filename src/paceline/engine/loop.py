@@ -35,7 +35,8 @@ from paceline.engine.scheduler import Scheduler
 from paceline.engine.settings import EngineSettings
 from paceline.engine.shared_recordings import recorded_everywhere
 from paceline.engine.slot_states import SlotStates
-from paceline.engine.step_cost import StepCosts
+from paceline.engine.step_cost import Costs
+from paceline.engine.step_kind import StepKind
 from paceline.engine.trial_steps import measure_costs, num_trial_blocks
 from paceline.ops.finalise_block import NOT_A_NUMBER
 
@@ -75,6 +76,7 @@ class EngineLoop:
         is_cuda = parts.state.device.type == "cuda"
         self._runs_ahead = is_cuda if settings.run_ahead is None else settings.run_ahead
         self._last_read_s = 0.0
+        self._last_step = 0  # number of the last decode step that was read
         self._has_news = False  # results have come since room was made
         self._pool = BlockPool(parts.sizes.num_blocks, parts.sizes.block_size, prefix_cache=settings.prefix_cache)
         self._states = SlotStates(
@@ -128,6 +130,8 @@ class EngineLoop:
             self.counters,
             measure=self._measure_costs,
             calibrated_first_position=calibration.first_position if calibration is not None else None,
+            # Where the host runs ahead, or rows are padded, a step's rows are settled before its drafts are there.
+            holds_back=not self._runs_ahead and record is None,
             device=parts.state.device,
         )
         self.run_step = self._steps.run
@@ -161,12 +165,12 @@ class EngineLoop:
         """Whether decode steps are recorded."""
         return self._steps.is_recording
 
-    def _measure_costs(self) -> StepCosts:
+    def _measure_costs(self, kind: StepKind) -> Costs:
         assert self.parts.proposer is not None, "asked for only where something drafts"
         count = num_trial_blocks(self.parts.tables, self.parts.proposer.num_draft_tokens)
         lent = self.blocks.lend(count)
         try:
-            return measure_costs(self.parts, self._steps, max_num_seqs=self._settings.max_num_seqs, blocks=lent)
+            return measure_costs(self.parts, self._steps, self._settings, kind, blocks=lent)
         finally:
             self.blocks.give_back(lent)
 
@@ -345,13 +349,17 @@ class EngineLoop:
             rows_ahead=[each.num_rows for each in ahead],
             stopper=self.drafting.stopper,
             round_rows=self._steps.rows_of,
+            least_rows=self._steps.least_rows(plan),
         )
         num_rows = batch.rows.num_rows
         self._count_pass(requests, ahead, [num_rows] * len(requests))
         batch = self._states.keep_in_step(batch, requests, self._in_flight.last)
         output = self.run_step(batch)
+        is_steady = num_rows == self._steps.rows_of(plan.most + 1)  # it judges as many drafts as it draws
+        size = self.drafting.size_of(plan, writes_context=batch.writes_context) if is_steady else None
+        drawn = plan.num_drafts
         self._in_flight.keep(
-            requests, output, num_drawn=plan.num_drafts, num_rows=num_rows, is_decode=True, started_s=started_s
+            requests, output, num_drawn=drawn, num_rows=num_rows, is_decode=True, started_s=started_s, size=size
         )
         self._read_behind()
 
@@ -444,6 +452,9 @@ class EngineLoop:
             if delta.finish_reason is not None:
                 self._finish(request, delta.finish_reason)
         self._states.settle_step(launched.number)
+        is_right_behind_one = launched.number == self._last_step + 1
+        self._last_step = launched.number
+        self.drafting.observe_step(launched.requests, launched.size, step_ms if is_right_behind_one else None)
         self.drafting.give_up(launched.requests)
 
     def _retry_without_drafts(self, request: RunningRequest) -> None:

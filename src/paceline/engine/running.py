@@ -14,6 +14,7 @@ from paceline.engine.output import Extension, RequestOutput
 from paceline.engine.request import FinishReason, RequestDelta, RequestResult, SamplingParameters, TokenLogprobs
 from paceline.engine.sampling_flags import SamplingFlags
 from paceline.engine.step import HostStep
+from paceline.engine.step_kind import GREEDY_STEP, GREEDY_TEXT, StepKind, TextKind
 from paceline.ops.acceptance import VerifyMethod, is_lossless
 from paceline.ops.finalise_block import NOT_A_NUMBER, NOTHING_LEFT
 from paceline.trace.step import RequestTrace, StepRecord
@@ -55,6 +56,8 @@ class RunningRequest:
         num_cached_tokens: found cached at its first admission.
         num_preemptions: how often it stepped back.
         context_start: the largest that an admission found, see `HeldBlocks`.
+        step_kind: the kind of steps that it is in when it is alone.
+        text_kind: what its drafts are judged against.
         draft_length: its mode.
         is_drafted: whether drafts are made for it; once false, false for good.
         num_drawn: drafts drawn for its next step.
@@ -93,6 +96,8 @@ class RunningRequest:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     context_start: int = 0
+    step_kind: StepKind = GREEDY_STEP
+    text_kind: TextKind = GREEDY_TEXT
     draft_length: DraftLengthMode = "fixed"
     is_drafted: bool = False
     num_drawn: int = 0

@@ -1,7 +1,8 @@
 """What a step costs: measured on the machine and the models at hand, never guessed.
 
 A step verifies T rows per request and drafts T - 1 tokens for the next; both parts depend on how many requests there
-are. A few sizes are timed, the rest is interpolated.
+are. A few sizes are timed, the rest is interpolated. `kind_costs.py` keeps these costs apart by kind of step, and
+corrects them by what real steps take.
 """
 
 from __future__ import annotations
@@ -12,8 +13,29 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 NUM_REPEATS = 3
+
+
+class Costs(Protocol):
+    """What steps of one kind cost."""
+
+    def step_ms(self, num_requests: int, num_drafts: int) -> float:
+        """A step that verifies and draws `num_drafts` per request; 0 is a plain step that keeps the context current."""
+        ...
+
+    def padded_drafts(self, num_drafts: int) -> int:
+        """Drafts that such a step really has rows for."""
+        ...
+
+    def verify_ms(self, num_requests: int, num_drafts: int) -> float:
+        """The part of it that can still be saved once the drafts are there."""
+        ...
+
+    def plain_ms(self, num_requests: int) -> float:
+        """A step as an engine without a drafter runs it: nothing is drafted and no context is kept."""
+        ...
 
 
 class CostCurve:
@@ -75,24 +97,64 @@ class StepCostTable:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Both parts of a step.
+    """Both parts of a step, where these are run one after the other.
 
     Attributes:
         verify: target pass, verification and the drafter's context, by (requests, rows).
         draft: drawing the next block, by (requests, drafts).
+        plain: a step without context, by (requests, 1); None where it costs what one with context does.
     """
 
     verify: StepCostTable
     draft: StepCostTable
+    plain: StepCostTable | None = None
 
     def step_ms(self, num_requests: int, num_drafts: int) -> float:
-        """A step that verifies and draws `num_drafts` per request; 0 is a plain step that keeps the context current."""
+        """As for `Costs`."""
         draft_ms = self.draft.cost_ms(num_requests, num_drafts) if num_drafts > 0 else 0.0
         return self.verify.cost_ms(num_requests, num_drafts + 1) + draft_ms
 
+    def padded_drafts(self, num_drafts: int) -> int:
+        """As for `Costs`: as many as it is asked for."""
+        return num_drafts
+
     def verify_ms(self, num_requests: int, num_drafts: int) -> float:
-        """The part of it that can still be saved once the drafts are there."""
+        """As for `Costs`."""
         return self.verify.cost_ms(num_requests, num_drafts + 1)
+
+    def plain_ms(self, num_requests: int) -> float:
+        """As for `Costs`."""
+        return (self.plain or self.verify).cost_ms(num_requests, 1)
+
+
+@dataclass(frozen=True)
+class WholeStepCosts:
+    """Steps that are one piece, as recorded ones are: one that judges T - 1 drafts draws as many.
+
+    Attributes:
+        steps: by (requests, rows T).
+        plain: a step without context, by (requests, 1).
+    """
+
+    steps: StepCostTable
+    plain: StepCostTable
+
+    def step_ms(self, num_requests: int, num_drafts: int) -> float:
+        """As for `Costs`."""
+        return self.steps.cost_ms(num_requests, num_drafts + 1)
+
+    def padded_drafts(self, num_drafts: int) -> int:
+        """As for `Costs`: those of the next size that was measured."""
+        sizes = sorted({num_rows for _, num_rows in self.steps.measured})
+        return sizes[min(bisect_left(sizes, num_drafts + 1), len(sizes) - 1)] - 1
+
+    def verify_ms(self, num_requests: int, num_drafts: int) -> float:
+        """The same for any number: a step's rows are settled before its drafts are there, so none can be saved."""
+        return self.step_ms(num_requests, 0)
+
+    def plain_ms(self, num_requests: int) -> float:
+        """As for `Costs`."""
+        return self.plain.cost_ms(num_requests, 1)
 
 
 def measure_step_costs(

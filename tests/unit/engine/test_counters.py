@@ -34,7 +34,7 @@ def test_positions_count_what_was_kept_and_delivered() -> None:
 
 
 def test_a_snapshot_speaks_of_the_drafts_that_are_planned() -> None:
-    planner = DraftPlanner(3, schedule=None, measure=lambda: StepCosts(FLAT, FLAT))
+    planner = DraftPlanner(3, schedule=None, measure=lambda _kind: StepCosts(FLAT, FLAT))
     counters = Counters(3)
     counters.num_steps, counters.total_step_ms = 4, 10.0
     components = ComponentStats(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,12 +17,14 @@ from paceline.checkpoint.contract import ConfidenceSettings
 from paceline.engine import graphs as graphs_module
 from paceline.engine import loop as loop_module
 from paceline.engine.canary import ReplayProposer
-from paceline.engine.draft_stopper import DraftStopper
+from paceline.engine.draft_stopper import DraftPlan, DraftStopper
 from paceline.engine.engine import Engine, EngineSettings
+from paceline.engine.kind_costs import KindCosts
 from paceline.engine.proposal import BlockProposer
 from paceline.engine.request import RequestResult, SamplingParameters
 from paceline.engine.step import SentOutput
 from paceline.engine.step_cost import StepCosts, StepCostTable
+from paceline.engine.step_kind import GREEDY_STEP, StepKind, StepSize
 from paceline.errors import ConfigError, RequestError
 
 GREEDY = SamplingParameters(max_tokens=40, ignore_eos=True)
@@ -43,6 +46,7 @@ def costs(*, row_ms: float, draft_ms: float, plain_ms: float = 10.0) -> StepCost
 
 def made_up(monkeypatch: pytest.MonkeyPatch, **parts: float) -> None:
     monkeypatch.setattr(loop_module, "measure_costs", lambda *_args, **_kwargs: costs(**parts))
+    monkeypatch.setattr(KindCosts, "observe", lambda *_args: None)
 
 
 def with_mode(mode: str | None, **changes: Any) -> SamplingParameters:
@@ -134,7 +138,7 @@ def test_a_useless_drafter_costs_nothing_once_it_is_given_up(monkeypatch: pytest
     engine = Engine(target, drafter, EngineSettings(draft_length="adaptive", max_num_seqs=2))
     prompts = tiny_prompts([4] * 12)
     engine.generate(prompts[:2], with_mode(None, max_tokens=200))
-    assert engine._loop.drafting.planner.has_given_up
+    assert engine._loop.drafting.planner.has_given_up(GREEDY_STEP)
     written: list[int] = []
     write = BlockProposer.write_context
     monkeypatch.setattr(BlockProposer, "write_context", lambda *args: written.append(args[1].num_rows) or write(*args))
@@ -160,7 +164,7 @@ def test_a_given_up_drafter_is_found_good_by_a_new_request(monkeypatch: pytest.M
     )
     for _ in range(8):
         engine.generate([prompt], GREEDY)
-    assert engine._loop.drafting.planner.has_given_up
+    assert engine._loop.drafting.planner.has_given_up(GREEDY_STEP)
     scripts.append(right)
     lengths: list[int] = []
     for _ in range(12):
@@ -276,9 +280,14 @@ def transitions_of(verify_method: str) -> torch.Tensor:
     proposer = TableProposer(drafts, tiny_drafter_contract(target.contract), method="probabilistic")
     settings = EngineSettings(max_num_seqs=32, draft_length="adaptive", verify_method=verify_method)
     engine = Engine(target, None, settings, proposer=proposer)
-    controller = engine._loop.drafting.planner.prepare()
-    controller.next_num_drafts = lambda _size: 3
-    controller.thresholds = lambda _size, _count: [0.45, 0.2, 0.1]
+    planner = engine._loop.drafting.planner
+
+    def plan(modes: Sequence[Any], teaches: Sequence[bool], _step: Any) -> DraftPlan:
+        """As for a lone request, for 32 at once."""
+        everybody = (True,) * len(modes)
+        return DraftPlan((3,) * len(modes), (0.45, 0.2, 0.1), is_adaptive=everybody, teaches=tuple(teaches))
+
+    planner.plan = plan  # type: ignore[method-assign]
     counts = torch.zeros(8, 8)
     sampled = [with_mode(None, max_tokens=300, temperature=1.0, seed=seed) for seed in range(32)]
     for result in engine.generate([[1]] * 32, sampled):
@@ -322,12 +331,61 @@ def test_costs_are_measured_once_and_only_for_who_adapts(monkeypatch: pytest.Mon
     assert not calls
     for _ in range(2):
         engine.generate(tiny_prompts([4, 4]), with_mode("adaptive"))
-    assert len(calls) == 1
+    assert len(calls) == 2, "greedy steps and sampled ones"
     Engine(target, drafter, EngineSettings(draft_length="adaptive"))
-    assert len(calls) == 2, "an engine that adapts measures when it is made, not while a request waits"
+    assert len(calls) == 4, "an engine that adapts measures when it is made, not while a request waits"
     plain = Engine(target, None, EngineSettings(draft_length="adaptive"))
     plain.generate(tiny_prompts([4]), with_mode("adaptive"))
-    assert len(calls) == 2
+    assert len(calls) == 4
+
+
+@pytest.mark.parametrize("is_planted", [False, True])
+def test_sampled_requests_go_by_what_sampled_steps_cost(is_planted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: every step is taken to be greedy, as it once was."""
+
+    def measured(_parts: Any, _steps: Any, _settings: Any, kind: StepKind, **_options: Any) -> StepCosts:
+        return costs(row_ms=100.0 if kind.is_sampled and not is_planted else 0.1, draft_ms=0.1)
+
+    made_up(monkeypatch, row_ms=0.0, draft_ms=0.0)
+    monkeypatch.setattr(loop_module, "measure_costs", measured)
+    target, drafter = loaded()
+    engine = Engine(target, drafter, EngineSettings(draft_length="adaptive"))
+    few = {"max_tokens": 4}
+    sampled, greedy = (
+        engine.generate(tiny_prompts([4]), with_mode(None, temperature=temperature, seed=1, **few))[0]
+        for temperature in (1.0, 0.0)
+    )
+    assert greedy.trace.records[0].num_draft_tokens == 7
+    assert sampled.trace.records[0].num_draft_tokens == (7 if is_planted else 0)
+    mixed = engine.generate(
+        tiny_prompts([4, 4]), [with_mode(None, **few), with_mode(None, temperature=1.0, seed=1, **few)]
+    )
+    assert (mixed[0].trace.records[-1].num_draft_tokens > 0) == is_planted, "the batch is sampled"
+
+
+def test_steps_that_came_right_behind_others_tell_what_steps_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_up(monkeypatch, row_ms=0.5, draft_ms=0.2)
+    seen: list[tuple[StepSize, float]] = []
+    monkeypatch.setattr(KindCosts, "observe", lambda _costs, size, ms: seen.append((size, ms)))
+    target, drafter = loaded()
+    engine = Engine(target, drafter, EngineSettings(max_num_seqs=2, draft_length="adaptive"))
+    chosen = iter([3, 3, 3, 3, 5, 5, 0, 0, 0, *[0] * 100])
+    engine._loop.drafting.planner.prepare().next_num_drafts = lambda _step: next(chosen)
+    (result,) = engine.generate(tiny_prompts([4]), GREEDY)
+    records = result.trace.records
+    # The first block is drawn behind the prompt, and the first step comes behind its pass; a step between two lengths
+    # judges other drafts than it draws.
+    assert [size.num_drafts for size, _ in seen[:6]] == [3, 3, 5, 0, 0, 0]
+    assert seen[0] == (StepSize(GREEDY_STEP, 1, 3, writes_context=True), records[1].step_ms)
+    num_seen, first = len(seen), engine.add_request(tiny_prompts([4])[0], GREEDY)
+    for _ in range(4):
+        engine.step()
+    engine.add_request(tiny_prompts([5])[0], GREEDY)
+    engine.step()
+    assert [size.num_requests for size, _ in seen[num_seen:]] == [1, 1, 1], "not behind a prompt's pass"
+    engine.step()
+    assert seen[-1][0].num_requests == 2 and len(seen) == num_seen + 4
+    engine.abort(first)
 
 
 def test_a_useless_drafter_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -22,6 +22,7 @@ from paceline.engine.make_proposer import make_proposer
 from paceline.engine.parts import make_parts
 from paceline.engine.request import SamplingParameters
 from paceline.engine.slots import SlotState
+from paceline.engine.step_kind import GREEDY_STEP, SAMPLED_STEP, TRIED_KINDS, StepKind
 from paceline.engine.trial_steps import measure_costs
 
 GREEDY = SamplingParameters(max_tokens=24, ignore_eos=True)
@@ -41,7 +42,8 @@ def test_measuring_between_two_steps_leaves_nothing_behind(family: str) -> None:
         name: value.clone() for name, value in vars(engine._loop.parts.state).items() if isinstance(value, torch.Tensor)
     }
     stats = engine.stats()
-    found = engine._loop._measure_costs()
+    kind = SAMPLED_STEP if family == "dflash2" else GREEDY_STEP
+    found = engine._loop._measure_costs(kind)
     assert engine.stats() == stats
     assert all(torch.equal(one, other) for one, other in zip(before, caches, strict=True))
     changed = [
@@ -50,7 +52,7 @@ def test_measuring_between_two_steps_leaves_nothing_behind(family: str) -> None:
         if not torch.equal(value[:-1], getattr(engine._loop.parts.state, name)[:-1])
     ]
     assert not changed
-    assert found.step_ms(1, 0) > 0
+    assert found.step_ms(1, 0) > 0 and found.plain_ms(1) > 0
     assert found.step_ms(2, 7) >= found.step_ms(2, 1) >= found.step_ms(1, 0)
     while engine.has_unfinished():
         engine.step()
@@ -83,7 +85,7 @@ def test_few_blocks_or_none_will_do_and_are_left_as_zeros(family: str, num_lent:
         state=state,
     )
     steps = StepRunner(parts, Counters(7), max_num_seqs=2)
-    found = measure_costs(parts, steps, max_num_seqs=2, blocks=lent)
+    found = measure_costs(parts, steps, settings, GREEDY_STEP, blocks=lent)
     assert found.step_ms(2, 7) > 0
     for each in caches:
         is_zero = [not each.planes[:, :, :, block].any() for block in range(20)]
@@ -98,7 +100,7 @@ def test_trial_steps_have_the_sizes_that_will_occur() -> None:
     sizes: dict[str, set[tuple[int, int]]] = {"verify": set(), "draft": set()}
     target.model.register_forward_pre_hook(lambda _, inputs: sizes["verify"].add(tuple(inputs[0].shape)))
     drafter.model.backbone.register_forward_pre_hook(lambda _, inputs: sizes["draft"].add(tuple(inputs[0].shape[:2])))
-    engine._loop._measure_costs()
+    engine._loop._measure_costs(GREEDY_STEP)
     assert sizes["verify"] == {(requests, rows) for requests in (1, 2, 4) for rows in (1, 5, 8)}
     assert sizes["draft"] == {(requests, rows) for requests in (1, 2, 4) for rows in (2, 8)}
 
@@ -122,53 +124,49 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[StepKey, b
     yield done
 
 
-def test_recordings_of_trial_steps_do_not_serve_steps_that_learn(recording: list[tuple[StepKey, bool]]) -> None:
-    """A trial step has nobody who holds drafts back; a probe has the same shape."""
+@pytest.mark.parametrize("kind", TRIED_KINDS)
+def test_recordings_of_trial_steps_serve_real_ones(kind: StepKind, recording: list[tuple[StepKey, bool]]) -> None:
+    """Whatever lengths are chosen: a step between two of them is done as the larger, and no step needs a new one."""
     target, drafter = loaded(drafter_family="dflash2")
     engine = Engine(target, drafter, EngineSettings(max_num_seqs=2, block_size=16, draft_length="adaptive"))
-    in_trials = set(recording)
-    assert in_trials and not any(has_stopper for _, has_stopper in in_trials)
-    controller = engine._loop.drafting.planner.controller
-    assert controller is not None
-    controller.next_num_drafts = lambda _num_requests: 7  # type: ignore[method-assign]
-    controller.num_drafts = 0  # so that every block is a probe
-    steps = engine._loop._steps
-    step = StepRunner.run
-
-    def with_one_row(runner: StepRunner, batch: Any) -> Any:
-        return step(runner, replace(batch, rows=replace(batch.rows, num_rows=1)))
-
-    engine._loop.run_step = lambda batch: with_one_row(steps, batch)
-    engine.generate(tiny_prompts([9]), replace(GREEDY, max_tokens=6))
-    assert {key for key, _ in in_trials} & {key._replace(has_stopper=False) for key, _ in recording[len(in_trials) :]}
-    assert all(key.has_stopper == has_stopper for key, has_stopper in recording)
+    in_trials = {key for key, _ in recording}
+    lengths = iter([7, 7, 3, 0, 0, 1, 7, 3, 1, 0, 3, 3, 7, 1, 1, 0, 7, 0] * 9)
+    engine._loop.drafting.planner.prepare().next_num_drafts = lambda _step: next(lengths)  # type: ignore[method-assign]
+    sampling = replace(GREEDY, temperature=1.0 if kind.is_sampled else 0.0, max_tokens=60)
+    num_before = len(recording)
+    engine.generate(tiny_prompts([9, 5]), sampling)
+    used = {key for key, _ in recording[num_before:] if key.num_rows > 0}
+    assert used <= in_trials, "steps have shapes that were not tried"
+    assert {(key.num_rows, key.num_drafts) for key in used} == {(1, 0), (2, 1), (4, 3), (8, 7)}
 
 
 @pytest.mark.usefixtures("recording")
-def test_shapes_of_sampled_steps_are_run_once_before_any_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = []
-    run = StepRunner.run_unrecorded
-
-    def watched(runner: StepRunner, batch: Any) -> Any:
-        sizes.append((len(batch.rows.slots), batch.rows.num_rows, batch.plan.most, batch.flags.all_greedy))
-        return run(runner, batch)
-
-    monkeypatch.setattr(StepRunner, "run_unrecorded", watched)
+def test_lengths_that_change_in_recorded_steps_change_no_text() -> None:
     target, drafter = loaded(drafter_family="dflash2")
-    Engine(target, drafter, EngineSettings(max_num_seqs=3, block_size=16, draft_length="adaptive"))
-    rows = [(1, 7), (2, 7), (4, 7), (8, 7), (1, 1), (1, 3)]
-    assert sizes == [(requests, *each, False) for requests in (1, 2) for each in rows]
+    engine = Engine(target, drafter, EngineSettings(max_num_seqs=2, block_size=16, draft_length="adaptive"))
+    lengths = iter([7, 0, 3, 0, 0, 1, 7, 3, 1, 0, 3, 3, 7, 1, 1, 0, 7, 0] * 9)
+    engine._loop.drafting.planner.prepare().next_num_drafts = lambda _step: next(lengths)  # type: ignore[method-assign]
+    prompts = tiny_prompts([9, 5])
+    found = engine.generate(prompts, [GREEDY, replace(GREEDY, draft_length="off")])
+    plain = Engine(target).generate(prompts, GREEDY)
+    assert [result.token_ids for result in found] == [result.token_ids for result in plain]
+    assert not any(record.proposed_ids for record in found[1].trace.records)
+    judged = {record.num_draft_tokens for record in found[0].trace.records}
+    assert judged == {0, 1, 3, 7}, "a step judges what was planned for it, however many rows it has"
 
 
 @pytest.mark.usefixtures("recording")
-def test_what_a_devices_clock_says_is_what_a_step_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def told(_trial: Any, num_requests: int, num_rows: int, num_drafts: int) -> float:
-        return 1.0 + num_requests * num_rows + 10.0 * num_drafts
+def test_each_kind_costs_what_its_own_steps_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(trial: Any, num_requests: int, num_rows: int, num_drafts: int, *, writes_context: bool = True) -> float:
+        row_ms = 1.0 if trial._flags.all_greedy else 3.0
+        return 1.0 + row_ms * num_requests * num_rows + 10.0 * num_drafts + 0.5 * writes_context
 
     monkeypatch.setattr(trial_steps._Trial, "_timed", told)
     target, drafter = loaded()
     engine = Engine(target, drafter, EngineSettings(max_num_seqs=2, block_size=16, draft_length="adaptive"))
-    controller = engine._loop.drafting.planner.controller
-    assert controller is not None
-    assert controller._costs.step_ms(2, 0) == 3.0
-    assert controller._costs.step_ms(2, 7) == 1.0 + 2 * 8 + 70.0
+    costs = engine._loop.drafting.planner.prepare().costs
+    for kind, row_ms in ((GREEDY_STEP, 1), (SAMPLED_STEP, 3), (StepKind(is_sampled=True, has_rules=True), 3)):
+        assert costs.of(kind).plain_ms(2) == 1.0 + 2 * row_ms
+        assert costs.of(kind).step_ms(2, 0) == 1.0 + 2 * row_ms + 0.5
+        assert costs.of(kind).step_ms(2, 7) == 1.0 + 2 * 8 * row_ms + 70.0 + 0.5
+        assert costs.of(kind).step_ms(2, 5) == costs.of(kind).step_ms(2, 7), "rows are padded"

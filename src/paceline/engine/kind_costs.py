@@ -1,0 +1,131 @@
+"""What steps of each kind are believed to cost: what trial steps took, times how much longer real ones take.
+
+Trial steps are greedy or sampled and do nothing else; they run alone. Real steps may have rules and grammars, longer
+contexts, and a host that cannot keep up, and all of that counts. So every real step that came right behind another one
+is set against its trial, and the median of the latest such factors is held for its size:
+
+    cost(kind, requests, drafts) = trial(kind, requests, drafts) * factor(kind, bucket of requests, drafts)
+
+A size that was not run lately takes the factor that its neighbours have. So before anything else is known, a kind costs
+what its trial steps do, and a size that looks cheaper than it is is found out after a few steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from paceline.engine.step_cost import Costs
+from paceline.engine.step_kind import TRIED_KINDS, StepKind, StepSize
+
+_NUM_LATEST = 15
+_ENOUGH = 7  # a median of so many is not moved by a step that was recorded, or by a pause of the host
+_FORGOTTEN_AFTER = 5000  # steps of the kind: whatever was true so long ago is looked at again, for a few steps
+
+
+class _Cell(NamedTuple):
+    """Steps that share a factor.
+
+    Attributes:
+        bucket: of requests, as a power of two: 0 is 1 request, 1 is 2, 2 is up to 4, 3 is up to 8.
+        num_drafts: judged and drawn.
+        writes_context: whether the drafter's context is kept.
+    """
+
+    bucket: int
+    num_drafts: int
+    writes_context: bool
+
+
+class _Factor:
+    """How much longer real steps of a size take than trial steps: the median of the latest."""
+
+    def __init__(self) -> None:
+        self._latest: deque[float] = deque(maxlen=_NUM_LATEST)
+        self.value: float | None = None
+        self.last_step = 0
+
+    def observe(self, ratio: float, step: int) -> None:
+        """Take in one step; `step` counts those of the kind."""
+        if step - self.last_step > _FORGOTTEN_AFTER:
+            self._latest.clear()
+        self.last_step = step
+        self._latest.append(ratio)
+        self.value = statistics.median(self._latest) if len(self._latest) >= _ENOUGH else None
+
+
+class KindCosts:
+    """Costs of one kind of step; has the methods of `Costs`.
+
+    Args:
+        trial: what trial steps of the kind took, or of the one that stands in for it.
+    """
+
+    def __init__(self, trial: Costs) -> None:
+        self._trial = trial
+        self._factors: dict[_Cell, _Factor] = {}
+        self._num_steps = 0
+
+    def step_ms(self, num_requests: int, num_drafts: int) -> float:
+        """As for `Costs`."""
+        factor = self._factor(self._cell(num_requests, num_drafts))
+        return self._trial.step_ms(num_requests, num_drafts) * factor
+
+    def verify_ms(self, num_requests: int, num_drafts: int) -> float:
+        """As for `Costs`; with one factor for any number of drafts, as it is differences that are asked for."""
+        return self._trial.verify_ms(num_requests, num_drafts) * self._factor(self._cell(num_requests, 0))
+
+    def plain_ms(self, num_requests: int) -> float:
+        """As for `Costs`; never more than a plain step that keeps the context, which does all of it and more."""
+        factor = self._factor(self._cell(num_requests, 0, writes_context=False))
+        return min(self._trial.plain_ms(num_requests) * factor, self.step_ms(num_requests, 0))
+
+    def observe(self, size: StepSize, step_ms: float) -> None:
+        """Take in what a real step took.
+
+        Args:
+            size: of the step.
+            step_ms: from the results before its own to its own, with no pass in between.
+        """
+        self._num_steps += 1
+        if size.writes_context:
+            trial_ms = self._trial.step_ms(size.num_requests, size.num_drafts)
+        else:
+            trial_ms = self._trial.plain_ms(size.num_requests)
+        cell = self._cell(size.num_requests, size.num_drafts, writes_context=size.writes_context)
+        self._factors.setdefault(cell, _Factor()).observe(step_ms / trial_ms, self._num_steps)
+
+    def _cell(self, num_requests: int, num_drafts: int, *, writes_context: bool = True) -> _Cell:
+        return _Cell((num_requests - 1).bit_length(), self._trial.padded_drafts(num_drafts), writes_context)
+
+    def _factor(self, cell: _Cell) -> float:
+        own = self._known(each for each in (cell,) if each in self._factors)
+        beside = own or self._known(each for each in self._factors if each.bucket == cell.bucket)
+        known = beside or self._known(self._factors)
+        return statistics.median(known) if known else 1.0
+
+    def _known(self, cells: Iterable[_Cell]) -> list[float]:
+        """Factors of those cells of which enough is known, and not from long ago."""
+        factors = [self._factors[cell] for cell in cells]
+        since = self._num_steps - _FORGOTTEN_AFTER
+        return [factor.value for factor in factors if factor.value is not None and factor.last_step >= since]
+
+
+class CostsByKind:
+    """Costs of every kind of step.
+
+    Args:
+        measure: times trial steps of a kind; called here, for each kind that has trial steps.
+    """
+
+    def __init__(self, measure: Callable[[StepKind], Costs]) -> None:
+        self._trials = {kind: measure(kind) for kind in TRIED_KINDS}
+        self._by_kind: dict[StepKind, KindCosts] = {}
+
+    def of(self, kind: StepKind) -> KindCosts:
+        """Costs of one kind; they change with every step that is observed."""
+        if kind not in self._by_kind:
+            self._by_kind[kind] = KindCosts(self._trials[kind.tried_kind])
+        return self._by_kind[kind]
