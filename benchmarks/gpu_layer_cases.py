@@ -24,7 +24,9 @@ from paceline.ops.paged_attention_kernel import Launch, new_arrivals, paged_atte
 from paceline.ops.project_heads import Cells, HeadForm, project_heads_reference, project_heads_triton
 from paceline.ops.rotary import rotary_table
 from paceline.ops.scale_rows import scale_rows
-from paceline.ops.skinny_product import ScaledRows, Tile, choose_tile, new_counters
+from paceline.ops.skinny_launch import new_counters
+from paceline.ops.skinny_product import ScaledRows
+from paceline.ops.skinny_tile import Tile, choose_tile
 
 OPERATIONS = ("heads", "o", "gated", "down")
 _AHEAD = 98_304  # bytes that a program asks for early

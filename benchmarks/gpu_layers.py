@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from benchmarks.gpu_micro_clock import Bench, Row
 
     from paceline.ops.paged_attention_kernel import Launch
-    from paceline.ops.skinny_product import Tile
+    from paceline.ops.skinny_tile import Tile
 
 NAME = "gpu-layers"
 ROWS = (1, 8, 16, 32, 64)
@@ -146,7 +146,7 @@ class _Sweep:
 
 
 def _measure(sweep: _Sweep, shape: Shape, num_rows: int, options: argparse.Namespace) -> None:
-    from paceline.ops.skinny_product import LARGEST_ROWS
+    from paceline.ops.skinny_tile import LARGEST_ROWS
 
     for name in options.operations:
         label = f"{shape.name}, {num_rows} rows, {name}"

@@ -361,7 +361,7 @@ def _gate_up(bench: Bench, shape: Shape, batch: int, context: int) -> Iterator[_
 
 def _layer(bench: Bench, shape: Shape) -> FusedLayer:
     from paceline.models.fused_layer import FusedLayer
-    from paceline.ops.skinny_product import new_counters
+    from paceline.ops.skinny_launch import new_counters
 
     weights = {name: _random(bench, *sizes) * sizes[1] ** -0.5 for name, sizes in shape.sizes.items() if name != "head"}
     gains = [1 + 0.2 * _random(bench, size) for size in (shape.width, shape.width, shape.head_size, shape.head_size)]

@@ -22,7 +22,8 @@ from paceline.ops.place_heads import place_heads_reference, place_heads_triton
 from paceline.ops.project_heads import Cells, HeadForm, project_heads_reference, project_heads_triton
 from paceline.ops.rotary import rotary_table
 from paceline.ops.scale_rows import scale_rows_reference, scale_rows_triton
-from paceline.ops.skinny_product import ScaledRows, Tile
+from paceline.ops.skinny_product import ScaledRows
+from paceline.ops.skinny_tile import Tile
 
 _EPS = 1e-5
 _TILES = (Tile(32, 32, 1), Tile(32, 32, 3))

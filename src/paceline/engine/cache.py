@@ -22,7 +22,7 @@ from paceline.engine.block_contents import (
 )
 from paceline.engine.block_tables import BlockTables
 from paceline.ops.paged_attention_kernel import new_arrivals
-from paceline.ops.skinny_product import new_counters
+from paceline.ops.skinny_launch import new_counters
 
 Write = Callable[[int, Tensor, Tensor], None]  # layer, keys, values
 Read = Callable[[int], tuple[Tensor, Tensor]]

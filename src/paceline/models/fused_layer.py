@@ -32,7 +32,9 @@ from paceline.ops.paged_attention import PagedAttend
 from paceline.ops.place_heads import place_heads
 from paceline.ops.project_heads import Cells, HeadForm, project_heads
 from paceline.ops.scale_rows import scale_rows
-from paceline.ops.skinny_product import LARGEST_ROWS, ScaledRows, new_counters
+from paceline.ops.skinny_launch import new_counters
+from paceline.ops.skinny_product import ScaledRows
+from paceline.ops.skinny_tile import LARGEST_ROWS
 
 if TYPE_CHECKING:
     from paceline.models.layers import GatedMLP, RMSNorm, SelfAttention

@@ -13,20 +13,12 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ShapeError
+from paceline.ops.begin_run import begin_run
 from paceline.ops.dispatch import choose, kernel, tl, triton
 from paceline.ops.gated_activation import Activation, gated_activation_reference
-from paceline.ops.skinny_product import (
-    Tile,
-    begin_run,
-    check_product,
-    choose_tile,
-    launch_options,
-    load_squares,
-    multiply_reference,
-    new_parts,
-    norm_factor,
-    product_of_run,
-)
+from paceline.ops.skinny_launch import skinny_launch
+from paceline.ops.skinny_product import check_product, load_squares, multiply_reference, norm_factor, product_of_run
+from paceline.ops.skinny_tile import Tile, choose_tile
 
 _SILU = Activation("silu")
 
@@ -58,70 +50,27 @@ def _linear_gated_kernel(
     SQUARES: tl.constexpr,
     HAS_SQUARES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PART: tl.constexpr,
-    PARTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    REST: tl.constexpr,
-    IS_HELD: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SLICES: tl.constexpr,
-    BEGINS: tl.constexpr,
+    CUT: tl.constexpr,
 ) -> None:
-    output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
+    output = tl.program_id(0).to(tl.int64) * CUT.outputs + tl.arange(0, CUT.outputs)
     existing = tl.minimum(output, NUM_OUTPUTS - 1)
-    held = begin_run(
-        weight_ptr,
-        existing,
-        existing + NUM_OUTPUTS,
-        WIDTH,
-        PART,
-        BLOCK,
-        REST,
-        SLICES,
-        IS_HELD,
-        True,
-        CHUNKS,
-        CHUNK,
-        BEGINS,
-    )
+    held = begin_run(weight_ptr, existing, existing + NUM_OUTPUTS, CUT)
     is_output = output < NUM_OUTPUTS
     gate_bias = tl.load(bias_ptr + output, mask=is_output & HAS_BIAS, other=0.0)
     up_bias = tl.load(bias_ptr + NUM_OUTPUTS + output, mask=is_output & HAS_BIAS, other=0.0)
-    squares = load_squares(squares_ptr, num_rows, num_squares, ROWS, SQUARES)
+    squares = load_squares(squares_ptr, num_rows, num_squares, CUT.rows, SQUARES)
     gate, up, is_last = product_of_run(
-        x_ptr,
-        weight_ptr,
-        parts_ptr,
-        counter_ptr,
-        existing,
-        existing + NUM_OUTPUTS,
-        held,
-        num_rows,
-        WIDTH,
-        PART,
-        PARTS,
-        ROWS,
-        OUTPUTS,
-        BLOCK,
-        REST,
-        True,
-        SLICES,
-        IS_HELD,
-        BEGINS,
+        x_ptr, weight_ptr, parts_ptr, counter_ptr, existing, existing + NUM_OUTPUTS, held, num_rows, CUT
     )
     if HAS_SQUARES:
-        factor = norm_factor(squares, eps, WIDTH)
+        factor = norm_factor(squares, eps, CUT.width)
         gate *= factor
         up *= factor
     if HAS_BIAS:
         gate += gate_bias.to(tl.float32)[None, :]
         up += up_bias.to(tl.float32)[None, :]
     y = gate * up / (1.0 + tl.exp(-gate))
-    row = tl.arange(0, ROWS)
+    row = tl.arange(0, CUT.rows)
     cell = row.to(tl.int64)[:, None] * NUM_OUTPUTS + output[None, :]
     stores = (row < num_rows)[:, None] & is_output[None, :] & is_last
     tl.store(y_ptr + cell, y.to(y_ptr.dtype.element_ty), mask=stores)
@@ -143,23 +92,10 @@ def linear_gated_triton(
     tile = tile or choose_tile(num_rows, 2 * num_outputs, x_TD.shape[1], least_outputs=32)
     y_TI = torch.empty((num_rows, num_outputs), dtype=x_TD.dtype, device=x_TD.device)
     num_runs = triton.cdiv(2 * num_outputs, tile.outputs)
-    num_squares = 0 if squares_TS is None else squares_TS.shape[1]
+    launch = skinny_launch(tile, num_runs, x_TD, squares_TS, weight_XD, bias_X, counters, is_pair=True)
     with torch.cuda.device_of(x_TD):
-        _linear_gated_kernel[num_runs, tile.parts](
-            x_TD,
-            x_TD if squares_TS is None else squares_TS,
-            weight_XD,
-            x_TD if bias_X is None else bias_X,
-            y_TI,
-            *new_parts(tile, num_runs, x_TD, counters),
-            num_rows,
-            num_squares,
-            eps,
-            NUM_OUTPUTS=num_outputs,
-            SQUARES=triton.next_power_of_2(max(1, num_squares)),
-            HAS_SQUARES=num_squares > 0,
-            HAS_BIAS=bias_X is not None,
-            **launch_options(tile, x_TD, weight_XD, num_halves=2),
+        _linear_gated_kernel[launch.grid](
+            *launch.operands, y_TI, *launch.workspace, eps, NUM_OUTPUTS=num_outputs, **launch.constants
         )
     return y_TI
 
@@ -177,13 +113,13 @@ def linear_gated(
     """Activated gates times the up projection.
 
     Args:
-        x_TD: rows, scaled where a norm comes before; at most `skinny_product.LARGEST_ROWS` on a GPU.
+        x_TD: rows, scaled where a norm comes before; at most `skinny_tile.LARGEST_ROWS` on a GPU.
         squares_TS: float32, of that norm; None where there is none.
         weight_XD: contiguous, in the rows' dtype; X = 2 * I, gates first.
         eps: of the norm.
         bias_X: of the projections.
         tile: how the product is cut, by default from `choose_tile`.
-        counters: from `skinny_product.new_counters`; without, a launch that needs some makes them.
+        counters: from `skinny_launch.new_counters`; without, a launch that needs some makes them.
     Returns:
         [T, I] in the rows' dtype.
     Raises:

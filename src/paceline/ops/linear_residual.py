@@ -15,21 +15,19 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ShapeError
+from paceline.ops.begin_run import begin_run
 from paceline.ops.dispatch import choose, kernel, tl, triton
 from paceline.ops.scale_rows import scale_rows_reference
+from paceline.ops.skinny_launch import skinny_launch
 from paceline.ops.skinny_product import (
     ScaledRows,
-    Tile,
-    begin_run,
     check_product,
-    choose_tile,
-    launch_options,
     load_squares,
     multiply_reference,
-    new_parts,
     norm_factor,
     product_of_run,
 )
+from paceline.ops.skinny_tile import Tile, choose_tile
 
 
 def linear_residual_reference(
@@ -73,67 +71,24 @@ def _linear_residual_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_GAIN: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PART: tl.constexpr,
-    PARTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    REST: tl.constexpr,
-    IS_HELD: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SLICES: tl.constexpr,
-    BEGINS: tl.constexpr,
+    CUT: tl.constexpr,
 ) -> None:
-    output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
+    output = tl.program_id(0).to(tl.int64) * CUT.outputs + tl.arange(0, CUT.outputs)
     existing = tl.minimum(output, NUM_OUTPUTS - 1)
     is_output = output < NUM_OUTPUTS
-    held = begin_run(
-        weight_ptr,
-        existing,
-        existing,
-        WIDTH,
-        PART,
-        BLOCK,
-        REST,
-        SLICES,
-        IS_HELD,
-        False,
-        CHUNKS,
-        CHUNK,
-        BEGINS,
-    )
-    row = tl.arange(0, ROWS)
+    held = begin_run(weight_ptr, existing, existing, CUT)
+    row = tl.arange(0, CUT.rows)
     is_cell = (row < num_rows)[:, None] & is_output[None, :]
     cell = row.to(tl.int64)[:, None] * NUM_OUTPUTS + output[None, :]
     bias = tl.load(bias_ptr + output, mask=is_output & HAS_BIAS, other=0.0)
     gain = tl.load(gain_ptr + output, mask=is_output & HAS_GAIN, other=0.0)
     residual = tl.load(residual_ptr + cell, mask=is_cell & HAS_RESIDUAL, other=0.0)
-    squares = load_squares(squares_ptr, num_rows, num_squares, ROWS, SQUARES)
+    squares = load_squares(squares_ptr, num_rows, num_squares, CUT.rows, SQUARES)
     sums, _, is_last = product_of_run(
-        x_ptr,
-        weight_ptr,
-        parts_ptr,
-        counter_ptr,
-        existing,
-        existing,
-        held,
-        num_rows,
-        WIDTH,
-        PART,
-        PARTS,
-        ROWS,
-        OUTPUTS,
-        BLOCK,
-        REST,
-        False,
-        SLICES,
-        IS_HELD,
-        BEGINS,
+        x_ptr, weight_ptr, parts_ptr, counter_ptr, existing, existing, held, num_rows, CUT
     )
     if HAS_SQUARES:
-        sums *= norm_factor(squares, eps, WIDTH)
+        sums *= norm_factor(squares, eps, CUT.width)
     if HAS_BIAS:
         sums += bias.to(tl.float32)[None, :]
     if HAS_RESIDUAL:
@@ -170,29 +125,21 @@ def linear_residual_triton(
     if gain_O is not None:
         scaled_TO = torch.empty_like(y_TO)
         next_squares_TS = torch.empty((num_rows, num_runs), dtype=torch.float32, device=x_TI.device)
-    num_squares = 0 if squares_TS is None else squares_TS.shape[1]
+    launch = skinny_launch(tile, num_runs, x_TI, squares_TS, weight_OI, bias_O, counters)
     with torch.cuda.device_of(x_TI):
-        _linear_residual_kernel[num_runs, tile.parts](
-            x_TI,
-            x_TI if squares_TS is None else squares_TS,
-            weight_OI,
-            x_TI if bias_O is None else bias_O,
+        _linear_residual_kernel[launch.grid](
+            *launch.operands,
             x_TI if residual_TO is None else residual_TO.contiguous(),
             x_TI if gain_O is None else gain_O,
             y_TO,
             scaled_TO,
             next_squares_TS,
-            *new_parts(tile, num_runs, x_TI, counters),
-            num_rows,
-            num_squares,
+            *launch.workspace,
             eps,
             NUM_OUTPUTS=num_outputs,
-            SQUARES=triton.next_power_of_2(max(1, num_squares)),
-            HAS_SQUARES=num_squares > 0,
-            HAS_BIAS=bias_O is not None,
             HAS_RESIDUAL=residual_TO is not None,
             HAS_GAIN=gain_O is not None,
-            **launch_options(tile, x_TI, weight_OI),
+            **launch.constants,
         )
     return y_TO if gain_O is None else ScaledRows(y_TO, scaled_TO, next_squares_TS)
 
@@ -209,12 +156,12 @@ def linear_residual(
     """Add a product to the residual stream.
 
     Args:
-        x_TI: rows; at most `skinny_product.LARGEST_ROWS` on a GPU.
+        x_TI: rows; at most `skinny_tile.LARGEST_ROWS` on a GPU.
         weight_OI: contiguous, in the rows' dtype.
         residual_TO: what the product is added to; it stays as it is.
         bias_O: of the product.
         tile: how the product is cut, by default from `choose_tile`.
-        counters: from `skinny_product.new_counters`; without, a launch that needs some makes them.
+        counters: from `skinny_launch.new_counters`; without, a launch that needs some makes them.
     Returns:
         [T, O] in the rows' dtype.
     Raises:

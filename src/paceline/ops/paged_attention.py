@@ -30,7 +30,7 @@ class PagedAttend(ABC):
     """An `Attend` whose rows may be stored by whoever computes them.
 
     Attributes:
-        counters: from `skinny_product.new_counters`, for the products around; None leaves them to the layers, which
+        counters: from `skinny_launch.new_counters`, for the products around; None leaves them to the layers, which
             are not one engine's alone.
     """
 

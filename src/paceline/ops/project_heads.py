@@ -20,21 +20,13 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ShapeError
+from paceline.ops.begin_run import begin_run
 from paceline.ops.dispatch import choose, kernel, tl, triton
 from paceline.ops.rms_norm import rms_norm_reference
 from paceline.ops.rotary import expand_rotary, turn_heads
-from paceline.ops.skinny_product import (
-    Tile,
-    begin_run,
-    check_product,
-    choose_tile,
-    launch_options,
-    load_squares,
-    multiply_reference,
-    new_parts,
-    norm_factor,
-    product_of_run,
-)
+from paceline.ops.skinny_launch import skinny_launch
+from paceline.ops.skinny_product import check_product, load_squares, multiply_reference, norm_factor, product_of_run
+from paceline.ops.skinny_tile import Tile, choose_tile
 
 
 class HeadForm(NamedTuple):
@@ -135,24 +127,13 @@ def _project_heads_kernel(
     IS_NEOX: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_QK_NORM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PART: tl.constexpr,
-    PARTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    REST: tl.constexpr,
-    IS_HELD: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SLICES: tl.constexpr,
-    BEGINS: tl.constexpr,
+    CUT: tl.constexpr,
 ) -> None:
     PAIRS: tl.constexpr = HEAD_SIZE // 2
-    RUNS: tl.constexpr = (PAIRS + OUTPUTS - 1) // OUTPUTS
+    RUNS: tl.constexpr = (PAIRS + CUT.outputs - 1) // CUT.outputs
     run = tl.program_id(0)
     head = run // RUNS
-    pair = run % RUNS * OUTPUTS + tl.arange(0, OUTPUTS)
+    pair = run % RUNS * CUT.outputs + tl.arange(0, CUT.outputs)
     is_pair = pair < PAIRS
     is_turned = pair < TURNED
     pair = tl.minimum(pair, PAIRS - 1)
@@ -165,22 +146,8 @@ def _project_heads_kernel(
         other_channel = tl.where(is_turned, 2 * pair + 1, pair + PAIRS)
     output = (head * HEAD_SIZE + channel).to(tl.int64)
     other_output = (head * HEAD_SIZE + other_channel).to(tl.int64)
-    held = begin_run(
-        weight_ptr,
-        output,
-        other_output,
-        WIDTH,
-        PART,
-        BLOCK,
-        REST,
-        SLICES,
-        IS_HELD,
-        True,
-        CHUNKS,
-        CHUNK,
-        BEGINS,
-    )
-    row = tl.arange(0, ROWS)
+    held = begin_run(weight_ptr, output, other_output, CUT)
+    row = tl.arange(0, CUT.rows)
     is_row = row < num_rows
     dtype = q_ptr.dtype.element_ty
     is_turned_head = head < NUM_HEADS + NUM_KV_HEADS
@@ -194,31 +161,13 @@ def _project_heads_kernel(
     gains = q_gain_ptr if head < NUM_HEADS else k_gain_ptr
     gain = tl.load(gains + channel, mask=is_pair & HAS_QK_NORM, other=1.0)
     other_gain = tl.load(gains + other_channel, mask=is_pair & HAS_QK_NORM, other=1.0)
-    squares = load_squares(squares_ptr, num_rows, num_squares, ROWS, SQUARES)
+    squares = load_squares(squares_ptr, num_rows, num_squares, CUT.rows, SQUARES)
     first, second, is_last = product_of_run(
-        x_ptr,
-        weight_ptr,
-        parts_ptr,
-        counter_ptr,
-        output,
-        other_output,
-        held,
-        num_rows,
-        WIDTH,
-        PART,
-        PARTS,
-        ROWS,
-        OUTPUTS,
-        BLOCK,
-        REST,
-        True,
-        SLICES,
-        IS_HELD,
-        BEGINS,
+        x_ptr, weight_ptr, parts_ptr, counter_ptr, output, other_output, held, num_rows, CUT
     )
     is_cell = is_row[:, None] & is_pair[None, :] & is_last
     if HAS_SQUARES:
-        factor = norm_factor(squares, eps, WIDTH)
+        factor = norm_factor(squares, eps, CUT.width)
         first *= factor
         second *= factor
     if HAS_BIAS:
@@ -276,36 +225,28 @@ def project_heads_triton(
     num_runs = weight_XD.shape[0] // head_size * triton.cdiv(head_size, tile.outputs)
     q_TNH = torch.empty((num_rows, form.num_heads, head_size), dtype=x_TD.dtype, device=x_TD.device)
     q_gain, k_gain = (x_TD, x_TD) if qk_gains is None else qk_gains
-    num_squares = 0 if squares_TS is None else squares_TS.shape[1]
+    launch = skinny_launch(tile, num_runs, x_TD, squares_TS, weight_XD, bias_X, counters, is_pair=True)
     with torch.cuda.device_of(x_TD):
-        _project_heads_kernel[num_runs, tile.parts](
-            x_TD,
-            x_TD if squares_TS is None else squares_TS,
-            weight_XD,
-            x_TD if bias_X is None else bias_X,
+        _project_heads_kernel[launch.grid](
+            *launch.operands,
             q_gain,
             k_gain,
             turns_T2R.contiguous(),
             cells.rows_T.contiguous(),
             cells.planes,
             q_TNH,
-            *new_parts(tile, num_runs, x_TD, counters),
-            num_rows,
-            num_squares,
+            *launch.workspace,
             cells.planes.stride(0),
             cells.planes.stride(1),
             form.eps,
             form.value_scale,
-            SQUARES=triton.next_power_of_2(max(1, num_squares)),
-            HAS_SQUARES=num_squares > 0,
             NUM_HEADS=form.num_heads,
             NUM_KV_HEADS=num_kv_heads,
             HEAD_SIZE=head_size,
             TURNED=turns_T2R.shape[2],
             IS_NEOX=form.is_neox_style,
-            HAS_BIAS=bias_X is not None,
             HAS_QK_NORM=qk_gains is not None,
-            **launch_options(tile, x_TD, weight_XD, num_halves=2),
+            **launch.constants,
         )
     return q_TNH
 
@@ -326,7 +267,7 @@ def project_heads(
     """Queries of rows, whose keys and values are stored on the way.
 
     Args:
-        x_TD: rows, scaled where a norm comes before; at most `skinny_product.LARGEST_ROWS` on a GPU.
+        x_TD: rows, scaled where a norm comes before; at most `skinny_tile.LARGEST_ROWS` on a GPU.
         squares_TS: float32, of that norm; None where there is none.
         weight_XD: contiguous, in the rows' dtype; queries, then keys, then values.
         turns_T2R: float32, rows of `rotary_table` at the rows' positions.
@@ -335,7 +276,7 @@ def project_heads(
         bias_X: of the projection.
         qk_gains: of the norms of each query head and each key head, [H] each; None where there are none.
         tile: how the product is cut, by default from `choose_tile`.
-        counters: from `skinny_product.new_counters`; without, a launch that needs some makes them.
+        counters: from `skinny_launch.new_counters`; without, a launch that needs some makes them.
     Returns:
         [T, N, H] in the rows' dtype.
     Raises:

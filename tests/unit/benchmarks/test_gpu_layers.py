@@ -13,7 +13,7 @@ from benchmarks.gpu_layers import RULES as RULES_OF_CHAINS
 from paceline.errors import EXIT_CHECK_SAYS_NO, EXIT_DONE
 from paceline.ops import dispatch
 from paceline.ops.dispatch import HAS_TRITON
-from paceline.ops.skinny_product import Tile
+from paceline.ops.skinny_tile import Tile
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.ops.skinny_product import Tile
+from paceline.ops.skinny_tile import Tile
 
 DTYPES = [torch.float32, torch.bfloat16]
 # Rows and cuts: one part and several, parts without inputs, blocks that do and do not divide the width, slices,

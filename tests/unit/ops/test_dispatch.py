@@ -139,13 +139,16 @@ def test_the_library_works_without_triton(tmp_path: Path) -> None:
 
 
 COMPILE = """
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from paceline.ops import block_rows, candidate_walk, commit_step, context_kv, draw_candidates, finalise_block
 from paceline.ops import finalise_rows, grouped_convolution, noise, paged_attention_kernel, sample_tokens, step_rows
-from paceline.ops import draft_chances, largest_ids, stop_row, store_drafts, target_distribution, top_k_tokens
-from paceline.ops import vocab_statistics
+from paceline.ops import draft_chances, largest_ids, linear_gated, stop_row, store_drafts, target_distribution
+from paceline.ops import top_k_tokens, vocab_statistics
+from paceline.ops.skinny_launch import make_cut
+from paceline.ops.skinny_tile import Tile
 
 def compile_for_hopper(function, pointers, sizes, constants):
     signature = {name: "*" + kind for name, kind in pointers.items()} | sizes | dict.fromkeys(constants, "constexpr")
@@ -341,6 +344,15 @@ for queries, is_shared, has_tail in ((16, True, False), (64, True, True), (128, 
         {"KV_HEADS": 3, "GROUP": 3, "HEAD": 64, "CHANNELS": 64, "PAGE": 64, "QUERIES": queries, "KEYS": 128,
          "IS_SHARED": is_shared, "JOIN_STAGES": 4, "FETCHED": 2, "HAS_TAIL": has_tail, "IS_CAUSAL": False,
          "HAS_FIRSTS": has_tail, "HAS_SINK": has_tail, "BEGINS": 0 if has_tail else 2},
+    )
+for tile in (Tile(32, 32, 2), Tile(32, 64, slices=4), Tile(32, 16, slices=4, is_held=True)):
+    cut = make_cut(tile, torch.empty(3, 72, dtype=torch.bfloat16), is_pair=True, is_dependent=False)
+    compile_for_hopper(
+        linear_gated._linear_gated_kernel,
+        named("x_ptr weight_ptr bias_ptr y_ptr", "bf16") | named("squares_ptr parts_ptr", "fp32")
+        | {"counter_ptr": "i32"},
+        named("num_rows num_squares", "i32") | {"eps": "fp32"},
+        {"NUM_OUTPUTS": 37, "SQUARES": 4, "HAS_SQUARES": True, "HAS_BIAS": True, "CUT": cut._replace(begins=2)},
     )
 print("compiled")
 """

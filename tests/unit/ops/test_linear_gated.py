@@ -9,7 +9,8 @@ from torch import Tensor
 
 from paceline.errors import ShapeError
 from paceline.ops.linear_gated import linear_gated, linear_gated_reference, linear_gated_triton
-from paceline.ops.skinny_product import Tile, new_counters
+from paceline.ops.skinny_launch import new_counters
+from paceline.ops.skinny_tile import Tile
 
 EPS = 1e-5
 Given = tuple[Tensor, Tensor | None, Tensor, Tensor | None, float]

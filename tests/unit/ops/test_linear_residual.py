@@ -8,7 +8,7 @@ from tests.unit.ops.products import CUTS, DTYPES, assert_close, random
 from torch import Tensor
 
 from paceline.errors import ShapeError
-from paceline.ops import skinny_product
+from paceline.ops import skinny_launch
 from paceline.ops.linear_residual import (
     linear_residual,
     linear_residual_reference,
@@ -17,7 +17,9 @@ from paceline.ops.linear_residual import (
     norm_linear,
 )
 from paceline.ops.scale_rows import scale_rows
-from paceline.ops.skinny_product import ScaledRows, Tile, new_counters
+from paceline.ops.skinny_launch import new_counters
+from paceline.ops.skinny_product import ScaledRows
+from paceline.ops.skinny_tile import Tile
 
 EPS = 1e-5
 Given = tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None, float]
@@ -107,7 +109,7 @@ def test_no_cell_of_the_workspace_is_read_before_it_is_written(
     def poisoned(size: int, device: torch.device) -> Tensor:
         return torch.full((size,), torch.nan, device=device)
 
-    monkeypatch.setattr(skinny_product, "_new_floats", poisoned)
+    monkeypatch.setattr(skinny_launch, "_new_floats", poisoned)
     given = inputs(5, 40, 40, torch.float32, is_normed=is_normed)
     found = linear_residual_triton(*moved(given, kernel_device), tile=Tile(32, 16, 4))
     assert_same(found, linear_residual_reference(*given), is_interpreted=kernel_device.type == "cpu")

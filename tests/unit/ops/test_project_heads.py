@@ -19,7 +19,8 @@ from paceline.ops.project_heads import (
 )
 from paceline.ops.rms_norm import rms_norm_reference
 from paceline.ops.rotary import apply_rotary, rotary_table
-from paceline.ops.skinny_product import Tile, new_counters
+from paceline.ops.skinny_launch import new_counters
+from paceline.ops.skinny_tile import Tile
 
 EPS = 1e-5
 

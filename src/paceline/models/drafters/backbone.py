@@ -40,7 +40,7 @@ from paceline.ops.norm_taps import join_taps, norm_taps
 from paceline.ops.paged_attention import PagedAttend
 from paceline.ops.rms_norm import rms_norm
 from paceline.ops.rotary import expand_rotary, turn_heads
-from paceline.ops.skinny_product import LARGEST_ROWS
+from paceline.ops.skinny_tile import LARGEST_ROWS
 
 
 class ContextAttention(Protocol):
