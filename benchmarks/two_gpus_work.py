@@ -113,7 +113,7 @@ def sums_of(world: World, head: Row, tell: Callable[[Row], None]) -> None:
     import torch
 
     from paceline.distributed.mesh import Layout, Mesh
-    from paceline.engine.graphs import CudaRecording, Recording, Repeated
+    from paceline.engine.recordings import CudaRecording, Recording, Repeated
 
     tensor = Mesh.of(world, Layout((), world.size), 1).tensor
     is_cuda, like = world.device.type == "cuda", torch.zeros(1, dtype=torch.bfloat16, device=world.device)

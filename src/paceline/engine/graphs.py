@@ -5,23 +5,20 @@ the tables, and `StepInputs`, which the host fills before each playback. So a re
 how many requests (a bucket, filled up with rows of the trash slot), how many rows each, how many drafts are drawn, and
 what the host knows of sampling settings (`StepKey`).
 
-The first step of a shape runs without a recording: it compiles what there is to compile, and its results count. The
-second one is captured, which runs nothing, and played back. What cannot be captured (a grammar's masks, a proposer that
-asks the host) runs as it is, and is counted.
+The first step of a shape runs without a recording, and its results count; the second one is captured and played back
+(`recordings.py`). What cannot be captured (a grammar's masks, a proposer that asks the host) runs as it is, and is
+counted.
 
-B requests of a bucket, K draft tokens.
+B requests of a bucket.
 """
 
 from __future__ import annotations
 
-import gc
-import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,18 +28,16 @@ from paceline.engine.hybrid_cache import HybridCache
 from paceline.engine.paged_attends import can_attend_paged
 from paceline.engine.parts import EngineParts
 from paceline.engine.proposal import Rows
+from paceline.engine.recordings import Record, Recorded
 from paceline.engine.recurrent_state import StateCopies
 from paceline.engine.sampling_flags import SamplingFlags
 from paceline.engine.step import StepBatch, StepOutput, decode_step, draft_next
+from paceline.engine.step_inputs import StepInputs
 from paceline.engine.transfers import to_device
-from paceline.errors import ConfigError
 from paceline.ops.acceptance import VerifyMethod
-from paceline.ops.dispatch import HAS_TRITON
 
 _ROW_BUCKETS = (1, 2, 4, 8, 16)
 _MOST_RECORDINGS = 128  # of different shapes; the one that was not used for longest goes first
-
-_log = logging.getLogger(__name__)
 
 
 def buckets_up_to(largest: int) -> tuple[int, ...]:
@@ -78,175 +73,6 @@ class StepKey(NamedTuple):
     verify_method: VerifyMethod
     rules: tuple[tuple[int, tuple[int, ...]], ...] = ()
     has_stopper: bool = False
-
-
-class StepInputs:
-    """The numbers of a bucket that the host fills in, in one transfer from pinned memory.
-
-    Args:
-        num_requests: B.
-        num_draft_tokens: K.
-        trash_slot: of the padding rows.
-        device: where a step reads them.
-    """
-
-    def __init__(self, num_requests: int, num_draft_tokens: int, trash_slot: int, device: torch.device) -> None:
-        self._num_requests, self._trash_slot = num_requests, trash_slot
-        self._num_columns = len(_COLUMNS) * num_requests
-        self._numbers = torch.zeros(self._num_columns + num_draft_tokens, dtype=torch.int64, device=device)
-        self._by_name = self._numbers[: self._num_columns].view(len(_COLUMNS), num_requests)
-        self.thresholds_K = self._numbers[self._num_columns :].view(torch.float64)
-        self._numbers[:num_requests] = trash_slot
-
-    def __getattr__(self, name: str) -> Tensor:
-        if name not in _COLUMNS:
-            raise AttributeError(name)
-        return self._by_name[_COLUMNS.index(name)]
-
-    def fill(self, batch: StepBatch) -> None:
-        """Write the numbers of a step; padding is the trash slot at its beginning, without drafts.
-
-        Args:
-            batch: as the host put it together.
-        """
-        rows, plan = batch.rows, batch.plan
-        numbers = np.zeros(self._numbers.shape[0], dtype=np.int64)
-        columns = numbers[: self._num_columns].reshape(len(_COLUMNS), self._num_requests)
-        count = len(rows.slots)
-        columns[0] = self._trash_slot
-        columns[0, :count], columns[1, :count] = rows.slots, rows.starts
-        if rows.context_starts is not None:
-            columns[2, :count] = rows.context_starts
-        if isinstance(plan, DraftPlan):
-            columns[3, :count] = plan.num_drafts
-            if plan.is_adaptive:
-                columns[4, :count] = plan.is_adaptive
-            if plan.teaches:
-                columns[5, :count] = plan.teaches
-            if plan.thresholds is not None:
-                thresholds = np.asarray(plan.thresholds, dtype=np.float64)
-                numbers[self._num_columns : self._num_columns + len(thresholds)] = thresholds.view(np.int64)
-        columns[6] = -1
-        if batch.state_copies is not None:
-            columns[6, :count] = batch.state_copies.rows_B.numpy()
-        self._numbers.copy_(to_device(torch.from_numpy(numbers), self._numbers.device), non_blocking=True)
-
-
-_COLUMNS = (
-    "slots_B",
-    "starts_B",
-    "context_starts_B",
-    "num_drafts_B",
-    "is_adaptive_B",
-    "teaches_B",
-    "copy_rows_B",
-)
-
-
-class Recording(Protocol):
-    """Work that can be done again."""
-
-    def replay(self) -> Any:
-        """Do it on what its inputs hold now; the result's tensors are written again by the next call."""
-        ...
-
-
-@dataclass(frozen=True)
-class Repeated:
-    """Work that is simply done again: what a recording is on a CPU, for tests."""
-
-    body: Callable[[], Any]
-
-    def replay(self) -> Any:
-        """Do it."""
-        return self.body()
-
-
-class CudaRecording:
-    """A CUDA graph.
-
-    Args:
-        body: the work; it was done before with the same shapes.
-        pool: memory that all recordings share, a handle of torch's.
-        device: where.
-    """
-
-    def __init__(self, body: Callable[[], Any], pool: Any, device: torch.device) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream(device)
-        torch.cuda.synchronize(device)
-        was_enabled = gc.isenabled()
-        gc.disable()  # memory that is freed meanwhile would break the capture
-        try:
-            with torch.cuda.stream(stream):
-                self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                try:
-                    self._output = body()
-                finally:
-                    self._graph.capture_end()
-        finally:
-            if was_enabled:
-                gc.enable()
-
-    def replay(self) -> Any:
-        """Play it back on the current stream."""
-        self._graph.replay()
-        return self._output
-
-
-Record = Callable[[Callable[[], Any]], Recording]
-
-
-class Recorded:
-    """Work of one shape: the first time it is done as it is, from then on from a recording.
-
-    Args:
-        body: the work.
-        name: for whoever reads the log.
-    """
-
-    def __init__(self, body: Callable[[], Any], name: str) -> None:
-        self._body, self._name = body, name
-        self._recording: Recording | None = None
-        self._was_done = self._cannot_be_recorded = False
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether it was played back the last time it was done."""
-        return self._recording is not None
-
-    def do(self, record: Record, counters: Counters) -> Any:
-        """Do it."""
-        if self._recording is None and self._was_done and not self._cannot_be_recorded:
-            try:
-                self._recording = record(self._body)
-                counters.num_recordings += 1
-            except Exception as error:  # whatever it is, the work itself can still be done
-                self._cannot_be_recorded = True
-                counters.num_failed_recordings += 1
-                _log.error("%s cannot be recorded: %s", self._name, error)
-        self._was_done = True
-        return self._body() if self._recording is None else self._recording.replay()
-
-
-def make_recorder(device: torch.device, *, wanted: bool | None) -> Record | None:
-    """What captures the steps of an engine, all into one pool of memory; None where they are not recorded.
-
-    Args:
-        device: of the models.
-        wanted: None is wherever it is possible.
-
-    Raises:
-        ConfigError: it was asked for where there are no graphs.
-    """
-    if device.type != "cuda" or not HAS_TRITON:
-        if wanted:
-            raise ConfigError(f"cuda_graphs is on; on {device.type} without a GPU and Triton there are none")
-        return None
-    if wanted is False:
-        return None
-    pool = torch.cuda.graph_pool_handle()
-    return lambda body: CudaRecording(body, pool, device)
 
 
 class StepRunner:

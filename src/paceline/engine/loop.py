@@ -17,7 +17,7 @@ from paceline.engine.chunk_pace import ChunkPace
 from paceline.engine.counters import Counters
 from paceline.engine.debug import checks_are_asked_for
 from paceline.engine.drafting import Drafting
-from paceline.engine.graphs import StepRunner, make_recorder
+from paceline.engine.graphs import StepRunner
 from paceline.engine.identity import prefix_identity
 from paceline.engine.in_flight import Ahead, InFlight, Launched, milliseconds_since
 from paceline.engine.intake import Intake
@@ -26,6 +26,7 @@ from paceline.engine.loop_checks import LoopChecks
 from paceline.engine.parts import EngineParts
 from paceline.engine.prompt_graphs import PromptRunner
 from paceline.engine.prompt_passes import PromptPasses
+from paceline.engine.recordings import make_recorder
 from paceline.engine.request import FinishReason, RequestDelta
 from paceline.engine.request_blocks import RequestBlocks
 from paceline.engine.restoring import enter_slot, restore_slot

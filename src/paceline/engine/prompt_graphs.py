@@ -15,11 +15,12 @@ from typing import NamedTuple
 import torch
 
 from paceline.engine.counters import Counters
-from paceline.engine.graphs import Record, Recorded, buckets_up_to
+from paceline.engine.graphs import buckets_up_to
 from paceline.engine.hybrid_cache import HybridCache
 from paceline.engine.paged_attends import can_attend_paged
 from paceline.engine.parts import EngineParts
 from paceline.engine.prefill import PrefillChunk, prefill_prompts, prompt_numbers, run_prompts
+from paceline.engine.recordings import Record, Recorded
 from paceline.engine.sampling_flags import SamplingFlags
 from paceline.engine.step import StepOutput
 from paceline.engine.transfers import to_device

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from paceline.engine.graphs import Record, Recording
+from paceline.engine.recordings import Record, Recording
 from paceline.errors import EngineFaultError
 
 

@@ -9,7 +9,7 @@ from tests import tiny
 
 from paceline.engine.attends import AttentionChoice
 from paceline.engine.engine import Engine, EngineSettings
-from paceline.engine.graphs import Repeated
+from paceline.engine.recordings import Repeated
 from paceline.engine.request import SamplingParameters
 from paceline.engine.step import StepBatch, StepOutput
 

@@ -25,8 +25,8 @@ from paceline.distributed.told_drafts import ToldDrafts
 from paceline.distributed.world import World
 from paceline.engine import loop as loop_module
 from paceline.engine.attends import AttentionChoice
-from paceline.engine.graphs import Recording, Repeated
 from paceline.engine.proposal import BlockProposer
+from paceline.engine.recordings import Recording, Repeated
 from paceline.training.ranks import Ranks
 
 TAPS = (TargetLayerId(0), TargetLayerId(1), TargetLayerId(2))

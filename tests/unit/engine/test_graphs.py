@@ -4,19 +4,18 @@ runs its step again."""
 from __future__ import annotations
 
 import pytest
-import torch
 from tests.tiny import loaded, tiny_prompts
 
 from paceline.engine import graphs as graphs_module
 from paceline.engine import loop as loop_module
 from paceline.engine.attends import AttentionChoice
 from paceline.engine.engine import Engine, EngineSettings
-from paceline.engine.graphs import Repeated, StepInputs, buckets_up_to, make_recorder
-from paceline.engine.proposal import Rows
+from paceline.engine.graphs import buckets_up_to
+from paceline.engine.recordings import Recorded, Repeated
 from paceline.engine.request import RequestResult, SamplingParameters
-from paceline.engine.sampling_flags import SamplingFlags
 from paceline.engine.step import StepBatch, StepOutput
-from paceline.errors import ConfigError, EngineFaultError
+from paceline.engine.step_inputs import StepInputs
+from paceline.errors import EngineFaultError
 
 FAMILIES = ["plain", "dflash", "dflash2", "dspark", "eagle3"]
 GREEDY = SamplingParameters(max_tokens=21, ignore_eos=True)
@@ -138,26 +137,10 @@ def test_padding_of_an_earlier_batch_leaves_no_trace(monkeypatch: pytest.MonkeyP
     assert texts(found) == texts(expected)
 
 
-def test_inputs_are_filled_whole() -> None:
-    inputs = StepInputs(4, 3, 9, torch.device("cpu"))
-    for slots, starts in (([2, 5, 1], [10, 20, 30]), ([7], [3])):
-        rows = Rows(slots, torch.tensor(slots), starts, torch.tensor(starts), 1)
-        inputs.fill(StepBatch(rows, SamplingFlags.of([]), writes_context=False))
-    assert inputs.slots_B.tolist() == [7, 9, 9, 9]
-    assert inputs.starts_B.tolist() == [3, 0, 0, 0]
-    assert inputs.copy_rows_B.tolist() == [-1] * 4
-
-
 def test_buckets_are_powers_of_two_and_the_largest() -> None:
     assert buckets_up_to(1) == (1,)
     assert buckets_up_to(8) == (1, 2, 4, 8)
     assert buckets_up_to(12) == (1, 2, 4, 8, 12)
-
-
-def test_graphs_are_refused_where_there_are_none() -> None:
-    assert make_recorder(torch.device("cpu"), wanted=None) is None
-    with pytest.raises(ConfigError, match="cuda_graphs is on"):
-        make_recorder(torch.device("cpu"), wanted=True)
 
 
 @pytest.mark.usefixtures("recorded")
@@ -206,12 +189,12 @@ def test_rules_that_grow_are_recorded_anew() -> None:
 @pytest.mark.parametrize("family", ["dflash", "eagle3"])
 def test_first_blocks_of_parallel_drafters_are_recorded_too(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds: list[bool] = []
-    do = graphs_module.Recorded.do
+    do = Recorded.do
 
-    def watched(work: graphs_module.Recorded, *arguments: object) -> object:
+    def watched(work: Recorded, *arguments: object) -> object:
         kinds.append("x 0 rows" in work._name)
         return do(work, *arguments)
 
-    monkeypatch.setattr(graphs_module.Recorded, "do", watched)
+    monkeypatch.setattr(Recorded, "do", watched)
     serve(family, [GREEDY] * 5, max_num_seqs=1)
     assert sum(kinds) == (5 if family == "dflash" else 0)

@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline.engine.attends import AttentionChoice
 from paceline.engine.draft_stopper import DevicePlan
 from paceline.engine.engine import EngineSettings
-from paceline.engine.graphs import CudaRecording, Recording, Repeated
 from paceline.engine.parts import EngineParts, make_parts
 from paceline.engine.prefill import PrefillChunk, prefill_chunk
 from paceline.engine.proposal import Rows
+from paceline.engine.recordings import CudaRecording, Recording, Repeated
 from paceline.engine.recurrent_state import RecurrentState, StateCopies
 from paceline.engine.request import SamplingParameters
 from paceline.engine.sampling_flags import SamplingFlags

@@ -18,8 +18,8 @@ from paceline.engine import loop as loop_module
 from paceline.engine import prompt_graphs
 from paceline.engine.attends import AttentionChoice
 from paceline.engine.engine import Engine, EngineSettings
-from paceline.engine.graphs import Repeated
 from paceline.engine.prefill import PrefillChunk, prompt_numbers, run_prompts
+from paceline.engine.recordings import Repeated
 from paceline.engine.request import RequestResult, SamplingParameters
 from paceline.engine.sampling_flags import SamplingFlags
 from paceline.engine.slots import SlotState

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.engine.graphs import Recording, Repeated
+from paceline.engine.recordings import Recording, Repeated
 from paceline.engine.shared_recordings import recorded_everywhere
 from paceline.errors import EngineFaultError
 

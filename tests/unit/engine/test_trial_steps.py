@@ -17,9 +17,10 @@ from paceline.engine.attends import AttentionChoice
 from paceline.engine.block_tables import BlockTables
 from paceline.engine.counters import Counters
 from paceline.engine.engine import Engine, EngineSettings
-from paceline.engine.graphs import Repeated, StepKey, StepRunner
+from paceline.engine.graphs import StepKey, StepRunner
 from paceline.engine.make_proposer import make_proposer
 from paceline.engine.parts import make_parts
+from paceline.engine.recordings import Repeated
 from paceline.engine.request import SamplingParameters
 from paceline.engine.slots import SlotState
 from paceline.engine.step_kind import GREEDY_STEP, SAMPLED_STEP, TRIED_KINDS, StepKind
