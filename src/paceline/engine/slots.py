@@ -52,6 +52,13 @@ __all__ = ["SamplingFlags", "SamplingRows", "SlotState"]
 _NO_LIMIT = 2**62  # a position that no request reaches
 
 
+def _neutral() -> tuple[list[int], list[float]]:
+    """What the host knows of a slot that nobody had: whole numbers and fractions."""
+    whole = [0] * FIRST_STOP + [NO_TOKEN] * NUM_STOPS
+    whole[IS_ALIVE], whole[LIMIT] = 1, _NO_LIMIT
+    return whole, [0.0, 1.0, 0.0]
+
+
 class SlotState:
     """Device arrays with one row per slot and a trash row at index `num_slots`.
 
@@ -81,11 +88,9 @@ class SlotState:
         self.candidate_ids = torch.full(shape, NO_TOKEN, dtype=torch.int64, device=device)
         self.log_q = torch.full(shape, -torch.inf, dtype=torch.float32, device=device)
         self.tokens = TokenState(num_slots, vocab_size=vocab_size, device=device)
-        neutral = [0] * FIRST_STOP + [NO_TOKEN] * NUM_STOPS
-        neutral[IS_ALIVE], neutral[LIMIT] = 1, _NO_LIMIT
-        self._host = [(list(neutral), [0.0, 1.0, 0.0]) for _ in range(rows)]
-        self._host[num_slots][0][IS_ALIVE] = 0
+        self._host = [_neutral() for _ in range(rows)]
         self._unflushed = set(range(rows))
+        self.empty_trash()
         self.flush()
 
     @property
@@ -167,6 +172,15 @@ class SlotState:
         whole = self._host[slot][0]
         whole[LENGTH], whole[ANCHOR], whole[STEP], whole[IS_ALIVE] = length, anchor, step, 1
         self._unflushed.add(slot)
+
+    def empty_trash(self) -> None:
+        """Make the trash slot, which trial steps may use, nobody's again: greedy, and ended.
+
+        Padding runs there: if it were alive, it would get on with every step, and read an ever longer context.
+        """
+        self._host[self.trash_slot] = _neutral()
+        self._host[self.trash_slot][0][IS_ALIVE] = 0
+        self._unflushed.add(self.trash_slot)
 
     def flush(self) -> None:
         """Write what the host has to say, in one transfer that waits for nothing."""

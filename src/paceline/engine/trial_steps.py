@@ -34,10 +34,7 @@ _VERIFY_BUDGET_S = 1.0
 _DRAFT_BUDGET_S = 0.5
 _PLAIN_BUDGET_S = 0.25
 _RECORDED_BUDGET_S = 5.0
-_FLAGS = {
-    GREEDY_STEP: SamplingFlags.of([]),
-    SAMPLED_STEP: SamplingFlags.of([SamplingParameters(temperature=1.0)]),
-}
+_SAMPLING = {GREEDY_STEP: SamplingParameters(), SAMPLED_STEP: SamplingParameters(temperature=1.0)}
 
 
 @torch.inference_mode()
@@ -70,7 +67,7 @@ def measure_costs(
     capacity = len(blocks) * tables.block_size - _rows_behind(most)
     context = max(0, min(_CONTEXT, capacity, proposer.max_positions - most - 1))
     caches = [each for each in (parts.cache, proposer.cache) if each is not None]
-    trial = _Trial(parts, steps, _FLAGS[kind], settings.verify_method, context)
+    trial = _Trial(parts, steps, SamplingFlags.of([_SAMPLING[kind]]), settings.verify_method, context)
 
     def clear() -> None:
         for each in caches:
@@ -80,6 +77,7 @@ def measure_costs(
     clear()
     tables.assign(trash_slot, blocks)
     tables.flush()
+    state.admit(trash_slot, _SAMPLING[kind], seed=0)  # rows of greedy requests cost less in sampled steps, too
     try:
         if steps.is_recording:
             row_counts = sorted({steps.rows_of(rows) for rows in range(1, most + 2)})
@@ -95,7 +93,7 @@ def measure_costs(
             plain=measure_step_costs(trial.plain, batch_sizes, [1], budget_s=_PLAIN_BUDGET_S),
         )
     finally:
-        state.restore(trash_slot, length=0, anchor=0, step=0)
+        state.empty_trash()
         state.flush()
         tables.clear(trash_slot)
         tables.flush()

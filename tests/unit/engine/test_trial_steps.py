@@ -42,6 +42,7 @@ def test_measuring_between_two_steps_leaves_nothing_behind(family: str) -> None:
     arrays = {
         name: value.clone() for name, value in vars(engine._loop.parts.state).items() if isinstance(value, torch.Tensor)
     }
+    columns = [column.clone() for column in engine._loop.parts.state.tensors()[:2]]
     stats = engine.stats()
     kind = SAMPLED_STEP if family == "dflash2" else GREEDY_STEP
     found = engine._loop._measure_costs(kind)
@@ -53,6 +54,7 @@ def test_measuring_between_two_steps_leaves_nothing_behind(family: str) -> None:
         if not torch.equal(value[:-1], getattr(engine._loop.parts.state, name)[:-1])
     ]
     assert not changed
+    assert all(map(torch.equal, columns, engine._loop.parts.state.tensors())), "padding runs in the trash slot"
     assert found.step_ms(1, 0) > 0 and found.plain_ms(1) > 0
     assert found.step_ms(2, 7) >= found.step_ms(2, 1) >= found.step_ms(1, 0)
     while engine.has_unfinished():
@@ -101,7 +103,16 @@ def test_trial_steps_have_the_sizes_that_will_occur() -> None:
     sizes: dict[str, set[tuple[int, int]]] = {"verify": set(), "draft": set()}
     target.model.register_forward_pre_hook(lambda _, inputs: sizes["verify"].add(tuple(inputs[0].shape)))
     drafter.model.backbone.register_forward_pre_hook(lambda _, inputs: sizes["draft"].add(tuple(inputs[0].shape[:2])))
+    temperatures = set()
+    trash_slot = engine._loop.parts.state.trash_slot
+    target.model.register_forward_pre_hook(
+        lambda *_: temperatures.add(engine._loop.parts.state.temperatures[trash_slot].item())
+    )
+    engine._loop._measure_costs(SAMPLED_STEP)
+    assert temperatures == {1.0}, "rows of greedy requests cost less in sampled steps"
+    temperatures.clear()
     engine._loop._measure_costs(GREEDY_STEP)
+    assert temperatures == {0.0}
     assert sizes["verify"] == {(requests, rows) for requests in (1, 2, 4) for rows in (1, 5, 8)}
     assert sizes["draft"] == {(requests, rows) for requests in (1, 2, 4) for rows in (2, 8)}
 
