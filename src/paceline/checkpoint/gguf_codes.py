@@ -13,7 +13,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+BLOCK = 32
 _SCALE_BYTES = 2
+_LARGEST_CODE = 127
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,19 @@ def read_codes(blocks_OCX: Tensor, kind: str) -> BlockCodes:
     bytes_OCX = blocks_OCX[..., _SCALE_BYTES * (1 + has_minima) :]
     codes = torch.cat((bytes_OCX & 15, bytes_OCX >> 4), dim=-1)  # the first half of a block in the low bits
     return BlockCodes(scales_OC, minima_OC, codes.flatten(1))
+
+
+def nearest_codes(weight_OI: Tensor) -> BlockCodes | None:
+    """A weight rounded to codes of 8 bits; None where its rows are no whole blocks, or some number is too large."""
+    if weight_OI.shape[1] % BLOCK:
+        return None
+    blocks_OCX = weight_OI.detach().float().unflatten(1, (-1, BLOCK))
+    scales_OC = (blocks_OCX.abs().amax(-1) / _LARGEST_CODE).half()
+    if not bool(torch.isfinite(scales_OC).all()):
+        return None
+    steps_OCX = blocks_OCX / scales_OC.float().unsqueeze(-1)
+    codes = steps_OCX.nan_to_num(0.0).round().clamp(-_LARGEST_CODE, _LARGEST_CODE)  # 0 / 0: a block of zeros
+    return BlockCodes(scales_OC, None, codes.to(torch.int8).flatten(1))
 
 
 def join(parts: Sequence[BlockCodes]) -> BlockCodes:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
+from paceline.checkpoint.gguf_codes import BlockCodes, nearest_codes
 from paceline.models.flat_layer import FlatLayer, flatten, run_flat
 from paceline.models.fused_layer import FusedLayer, fuse, run_fused
 from paceline.models.native_layer import NativeLayer, native_layer, run_native
@@ -80,6 +81,7 @@ class Linear(Block):
         self._packed: Tensor | None = None
         self._native: NativeWeight | None = None
         self._stored: StoredCodes | None = None
+        self._may_round = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in_size] to [..., out_size]."""
@@ -118,6 +120,10 @@ class Linear(Block):
         self._packed = pack_weight(self.weight) if takes_packed else None
         self._native = self.native_form() if mode in NATIVE_MODES else None
 
+    def allow_rounding(self) -> None:
+        """Let the mode "int8" round the weight to codes of 8 bits where no file has it in codes."""
+        self._may_round = True
+
     def keep_codes(self, stored: StoredCodes) -> None:
         """Say how the weight is stored, for the modes "quantized" and "int8"."""
         self._stored = stored
@@ -136,11 +142,19 @@ class Linear(Block):
         if not native_rows.can_pack(self.weight):
             return None
         pack = _CODE_PACKERS.get(self.mode)
-        if pack is not None and self._stored is not None and self.has_codes:
-            codes = self._stored.read()
-            if quantized.can_pack_codes(codes.scales_OC, codes.minima_OC, codes.codes_OI):
-                return pack(codes.scales_OC, codes.minima_OC, codes.codes_OI, self.bias, is_gated=is_gated)
-        return native_rows.pack(self.weight, self.bias, is_gated=is_gated)
+        codes = None if pack is None else self._codes()
+        if pack is None or codes is None:
+            return native_rows.pack(self.weight, self.bias, is_gated=is_gated)
+        parts = codes.scales_OC, codes.minima_OC, codes.codes_OI
+        if not quantized.can_pack_codes(*parts):
+            return native_rows.pack(self.weight, self.bias, is_gated=is_gated)
+        return pack(*parts, self.bias, is_gated=is_gated)
+
+    def _codes(self) -> BlockCodes | None:
+        """What stands for the weight in the mode at hand; None where nothing does."""
+        if self._stored is not None and self.has_codes:
+            return self._stored.read()
+        return nearest_codes(self.weight) if self._may_round and self.mode == "int8" else None
 
     def drop_native(self) -> None:
         """Go without a native copy: whoever owns this keeps the weight in another order."""
@@ -157,6 +171,7 @@ class Linear(Block):
         part.weight = nn.Parameter(self.weight.detach()[ids.to(self.weight.device)], requires_grad=False)
         if self._stored is not None and self.has_codes:
             part.keep_codes(self._stored.of_rows(ids.cpu(), part.weight))
+        part._may_round = self._may_round
         part.set_mode(self.mode)
         return part
 
@@ -214,6 +229,14 @@ def set_linear_mode(model: HasModules, mode: LinearMode) -> int:
         if isinstance(module, SwitchesArithmetic):
             module.set_mode(mode)
     return sum(isinstance(module, Linear) and module.is_packed for module in model.modules())
+
+
+def set_drafter_mode(drafter: HasModules, mode: LinearMode) -> None:
+    """`set_linear_mode` for a drafter, whose weights "int8" may round: they decide what is accepted, never the text."""
+    for module in drafter.modules():
+        if isinstance(module, Linear):
+            module.allow_rounding()
+    set_linear_mode(drafter, mode)
 
 
 def native_calls(layers: Iterable[nn.Module]) -> list[LayerCall]:

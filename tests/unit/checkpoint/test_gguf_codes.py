@@ -9,7 +9,7 @@ import torch
 from tests.tiny_codes import meant
 
 from paceline.checkpoint.gguf import open_gguf
-from paceline.checkpoint.gguf_codes import HoldsCodes, has_codes, join
+from paceline.checkpoint.gguf_codes import HoldsCodes, has_codes, join, nearest_codes
 
 NAMES = [f"model.layers.1.{name}.weight" for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj")]
 
@@ -43,3 +43,19 @@ def test_other_types_have_none(tiny_gguf: Any, kind: str) -> None:
     source = open_gguf(tiny_gguf.write())
     assert isinstance(source, HoldsCodes)
     assert source.code_kind(NAMES[0]) is None and source.code_kind("model.norm.weight") is None
+
+
+def test_the_nearest_codes_are_within_half_a_step() -> None:
+    weight = torch.randn(5, 96, generator=torch.Generator().manual_seed(0))
+    weight[1], weight[2, 0] = 0.0, 30.0
+    held = nearest_codes(weight)
+    assert held is not None and held.minima_OC is None and held.codes_OI.dtype == torch.int8
+    step = held.scales_OC.float().repeat_interleave(32, dim=1)
+    assert ((held.codes_OI * step - weight).abs() <= 0.51 * step + 1e-3 * weight.abs()).all()
+    assert held.codes_OI.abs().amax() == 127 and (held.codes_OI[1] == 0).all()
+
+
+def test_what_has_no_codes_of_8_bits() -> None:
+    assert nearest_codes(torch.ones(2, 48)) is None, "half a block"
+    assert nearest_codes(torch.full((2, 64), 1e8)) is None, "a scale beyond half precision"
+    assert nearest_codes(torch.full((2, 64), torch.nan)) is None

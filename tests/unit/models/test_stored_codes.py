@@ -61,6 +61,26 @@ def test_int8_multiplies_codes_with_rounded_rows(bits: int) -> None:
     assert (linear(x) - exact).norm() < 0.003 * exact.norm()
 
 
+@has_integers
+def test_int8_rounds_a_drafters_weights_and_no_targets() -> None:
+    target, drafter = loaded("llama", linear_mode="native", dtype=torch.bfloat16, drafter_family="dflash2")
+    set_linear_mode(target.model, "int8")
+    drafter.model.prepare_for_serving("int8")
+    forms = {
+        name: {part.native.form for part in model.modules() if isinstance(part, Linear) and part.native is not None}
+        for name, model in (("target", target.model), ("drafter", drafter.model))
+    }
+    assert forms == {"target": {rows.BFLOATS}, "drafter": {rows.INTEGERS_8}}
+    part = drafter.model.backbone.fc
+    x, kept = numbers(3, part.weight.shape[1]), part.weight.clone()
+    assert torch.equal(part.weight, kept), "the parameter stays what the file says"
+    exact = x.double() @ part.weight.double().T
+    assert 0 < (part(x) - exact).norm() < 0.02 * exact.norm()
+    assert part.some_outputs(torch.tensor([3, 1])).native.form == rows.INTEGERS_8  # type: ignore[union-attr]
+    drafter.model.prepare_for_serving("quantized")
+    assert torch.equal(part(x), rows.linear(x, rows.pack(part.weight))), '"quantized" rounds nothing'
+
+
 @has_codes
 def test_a_weight_that_changed_or_was_copied_is_no_longer_what_codes_say() -> None:
     linear, x = linear_in_codes(), numbers(3, 64)

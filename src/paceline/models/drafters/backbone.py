@@ -28,7 +28,7 @@ from paceline.models.layers import (
     SelfAttention,
     fused_layers,
     native_calls,
-    set_linear_mode,
+    set_drafter_mode,
 )
 from paceline.models.positions import position_table
 from paceline.ops.context_kv import write_context_kv
@@ -268,8 +268,12 @@ class DrafterBackbone(nn.Module):
 
     def prepare_for_serving(self, mode: LinearMode) -> None:
         """Stack the context projections of all layers into one product and set the arithmetic of every linear."""
+        self.stack_context()
+        set_drafter_mode(self, mode)
+
+    def stack_context(self) -> None:
+        """Lay the context projections of all layers side by side, where they can be one product."""
         if self.contract.latent is not None or not self.contract.has_qk_norm:
-            set_linear_mode(self, mode)
             return
         stacked = Linear(self.contract.hidden_size, 0, bias=self.contract.attention_bias)
         attentions = [cast(SelfAttention, layer.self_attn) for layer in self.layers]
@@ -280,7 +284,6 @@ class DrafterBackbone(nn.Module):
         self._stacked_kv = stacked
         gains: list[Tensor] = [attention.k_norm.weight for attention in attentions if attention.k_norm is not None]
         self._stacked_k_gain = torch.stack(gains).detach().float().unsqueeze(1)
-        set_linear_mode(self, mode)
 
     def checkpoint_parameters(self) -> dict[str, Tensor]:
         """Parameters by the names that `checkpoint/names.py` maps to files."""

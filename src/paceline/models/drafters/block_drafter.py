@@ -15,7 +15,7 @@ from paceline.checkpoint.contract import DrafterContract
 from paceline.models.drafters.backbone import DrafterBackbone, plain_layer
 from paceline.models.drafters.proposal import MAX_CANDIDATES, DraftSampling, Proposal
 from paceline.models.drafters.vocabulary import DraftVocabulary, Lender
-from paceline.models.layers import LinearMode, set_linear_mode
+from paceline.models.layers import LinearMode, set_drafter_mode
 
 
 class BlockDrafter(nn.Module):
@@ -93,8 +93,8 @@ class BlockDrafter(nn.Module):
 
     def prepare_for_serving(self, mode: LinearMode) -> None:
         """Stack the context projections and set the arithmetic of every linear."""
-        self.backbone.prepare_for_serving(mode)
-        set_linear_mode(self, mode)
+        self.backbone.stack_context()
+        set_drafter_mode(self, mode)
 
     def checkpoint_parameters(self) -> dict[str, Tensor]:
         """Parameters by the names that `checkpoint/names.py` maps to files."""

@@ -30,7 +30,7 @@ from paceline.models.layers import (
     RMSNorm,
     RotaryRows,
     SelfAttention,
-    set_linear_mode,
+    set_drafter_mode,
 )
 from paceline.models.positions import position_table
 from paceline.ops.rotary import expand_rotary
@@ -169,7 +169,7 @@ class Eagle3Drafter(nn.Module):
 
     def prepare_for_serving(self, mode: LinearMode) -> None:
         """Set the arithmetic of every linear."""
-        set_linear_mode(self, mode)
+        set_drafter_mode(self, mode)
 
     def checkpoint_parameters(self) -> dict[str, Tensor]:
         """Parameters by the names that `checkpoint/names.py` maps to files."""
