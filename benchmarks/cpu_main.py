@@ -111,13 +111,22 @@ def main(arguments: Sequence[str]) -> int:
     exact = [runs[mode] for mode in EXACT_MODES]
     same = num_same_ids(*exact)
     print(f"\nrow-invariant ids, speculative equal to plain: {same} of {len(bench.prompts)}")
+    own_same = num_same_ids(runs["plain"], runs["speculative"])
+    print(
+        f"ids of the first table's arithmetic ({bench.target.linear_mode}), likewise: {own_same} of {len(bench.prompts)}"
+    )
     noise = round_noise(runs["plain"])
     if noise is not None:
         print(f"two rounds of plain decoding differ by {100 * noise:.1f} % (median of prompts)")
     if same != len(bench.prompts):
         say("the ids differ, so the speeds above mean nothing; no result is written")
         return EXIT_CHECK_SAYS_NO
-    facts = [f"{options.dtype}", f"reads {bandwidth / 1e9:.1f} GB/s"]
+    facts = [
+        f"{options.dtype}",
+        f"reads {bandwidth / 1e9:.1f} GB/s",
+        f"linear mode {bench.target.linear_mode}",
+        f"speculative ids equal plain ids: {own_same} of {len(bench.prompts)}, row-invariant {same}",
+    ]
     name = PAST_THE_END if options.ignore_eos else NAME
     report(name, rows, options, arguments, facts=facts)
     return EXIT_DONE

@@ -74,7 +74,7 @@ Device = Annotated[str | None, typer.Option(metavar="auto|cpu|cuda[:N]", help="W
 LinearMode = Annotated[
     str | None,
     typer.Option(
-        metavar="auto|plain|packed|native|quantized|row_invariant|fused",
+        metavar="auto|plain|packed|native|quantized|int8|row_invariant|fused",
         help="Arithmetic of matrix products; row_invariant makes ids independent of the batch.",
         rich_help_panel=MODELS,
     ),
