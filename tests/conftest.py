@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from tests.interpreter import hasten
 
 # Set before torch is imported: thread pools are sized once.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -39,6 +40,11 @@ def _one_thread_and_a_fixed_seed() -> None:
     if torch is not None:
         torch.set_num_threads(1)
         torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _hastened_interpreter() -> None:
+    hasten()
 
 
 @pytest.fixture(autouse=True)
