@@ -112,9 +112,7 @@ def main(arguments: Sequence[str]) -> int:
     same = num_same_ids(*exact)
     print(f"\nrow-invariant ids, speculative equal to plain: {same} of {len(bench.prompts)}")
     own_same = num_same_ids(runs["plain"], runs["speculative"])
-    print(
-        f"ids of the first table's arithmetic ({bench.target.linear_mode}), likewise: {own_same} of {len(bench.prompts)}"
-    )
+    print(f"ids of the first table, in mode {bench.target.linear_mode}, likewise: {own_same} of {len(bench.prompts)}")
     noise = round_noise(runs["plain"])
     if noise is not None:
         print(f"two rounds of plain decoding differ by {100 * noise:.1f} % (median of prompts)")
