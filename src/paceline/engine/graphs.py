@@ -155,7 +155,8 @@ class StepRunner:
         # What goes token by token starts from a state that the prompt's pass has left, each time elsewhere.
         if self._record is None or not proposer.is_parallel or not self._can_record(batch):
             return draft_next(proposer, parts.state, rows, plan.on(parts.state.device), stopper, flags)
-        work = self._work_for(self._rounded(batch, num_rows=0), num_rows=0)
+        # Drawn whole where lengths follow what pays, or each of them would be recorded while requests wait.
+        work = self._work_for(self._rounded(batch, num_rows=parts.num_draft_tokens + 1), num_rows=0)
         waiting_B: Tensor = work.recorded.do(self._record, self._counters)
         return waiting_B[: len(rows.slots)].clone()
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 from paceline.engine.step_cost import Costs
@@ -66,6 +66,7 @@ class KindCosts:
     def __init__(self, trial: Costs) -> None:
         self._trial = trial
         self._factors: dict[_Cell, _Factor] = {}
+        self._typical_factors: dict[int, float] = {}
         self._num_steps = 0
 
     def step_ms(self, num_requests: int, num_drafts: int) -> float:
@@ -90,6 +91,7 @@ class KindCosts:
             step_ms: from the results before its own to its own, with no pass in between.
         """
         self._num_steps += 1
+        self._typical_factors.clear()
         if size.writes_context:
             trial_ms = self._trial.step_ms(size.num_requests, size.num_drafts)
         else:
@@ -101,16 +103,23 @@ class KindCosts:
         return _Cell((num_requests - 1).bit_length(), self._trial.padded_drafts(num_drafts), writes_context)
 
     def _factor(self, cell: _Cell) -> float:
-        own = self._known(each for each in (cell,) if each in self._factors)
-        beside = own or self._known(each for each in self._factors if each.bucket == cell.bucket)
-        known = beside or self._known(self._factors)
-        return statistics.median(known) if known else 1.0
+        own = self._current(self._factors.get(cell))
+        return self._typical(cell.bucket) if own is None else own
 
-    def _known(self, cells: Iterable[_Cell]) -> list[float]:
-        """Factors of those cells of which enough is known, and not from long ago."""
-        factors = [self._factors[cell] for cell in cells]
-        since = self._num_steps - _FORGOTTEN_AFTER
-        return [factor.value for factor in factors if factor.value is not None and factor.last_step >= since]
+    def _typical(self, bucket: int) -> float:
+        """The factor of steps of so many requests; where none is known, of all steps."""
+        if bucket not in self._typical_factors:  # asked for many times between two steps
+            known = {cell: self._current(factor) for cell, factor in self._factors.items()}
+            all_of_them = [factor for factor in known.values() if factor is not None]
+            beside = [factor for cell, factor in known.items() if factor is not None and cell.bucket == bucket]
+            self._typical_factors[bucket] = statistics.median(beside or all_of_them or [1.0])
+        return self._typical_factors[bucket]
+
+    def _current(self, factor: _Factor | None) -> float | None:
+        """What a factor is, if it is known and not from long ago."""
+        if factor is None or factor.last_step < self._num_steps - _FORGOTTEN_AFTER:
+            return None
+        return factor.value
 
 
 class CostsByKind:

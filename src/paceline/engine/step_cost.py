@@ -72,12 +72,15 @@ class StepCostTable:
     Args:
         measured: ms by (requests, rows); all combinations of the sizes that occur.
         is_padded: a step of a size in between costs what the next measured one does, in both directions.
+
+    Attributes:
+        row_counts: that were measured, the fewest first.
     """
 
     def __init__(self, measured: Mapping[tuple[int, int], float], *, is_padded: bool = False) -> None:
+        self.row_counts = sorted({num_rows for _, num_rows in measured})
         self._batch_sizes = sorted({num_requests for num_requests, _ in measured})
         self._is_padded = is_padded
-        self.measured = dict(measured)
         self._curves = {
             num_requests: self._curve({rows: ms for (batch, rows), ms in measured.items() if batch == num_requests})
             for num_requests in self._batch_sizes
@@ -145,7 +148,7 @@ class WholeStepCosts:
 
     def padded_drafts(self, num_drafts: int) -> int:
         """As for `Costs`: those of the next size that was measured."""
-        sizes = sorted({num_rows for _, num_rows in self.steps.measured})
+        sizes = self.steps.row_counts
         return sizes[min(bisect_left(sizes, num_drafts + 1), len(sizes) - 1)] - 1
 
     def verify_ms(self, num_requests: int, num_drafts: int) -> float:

@@ -142,7 +142,7 @@ def test_recordings_of_trial_steps_serve_real_ones(kind: StepKind, recording: li
     target, drafter = loaded(drafter_family="dflash2")
     engine = Engine(target, drafter, EngineSettings(max_num_seqs=2, block_size=16, draft_length="adaptive"))
     in_trials = {key for key, _ in recording}
-    lengths = iter([7, 7, 3, 0, 0, 1, 7, 3, 1, 0, 3, 3, 7, 1, 1, 0, 7, 0] * 9)
+    lengths = iter([1, 3, 7, 7, 3, 0, 0, 1, 7, 3, 1, 0, 3, 3, 7, 1, 1, 0, 7, 0] * 9)
     engine._loop.drafting.planner.prepare().next_num_drafts = lambda _step: next(lengths)  # type: ignore[method-assign]
     sampling = replace(GREEDY, temperature=1.0 if kind.is_sampled else 0.0, max_tokens=60)
     num_before = len(recording)
@@ -150,6 +150,8 @@ def test_recordings_of_trial_steps_serve_real_ones(kind: StepKind, recording: li
     used = {key for key, _ in recording[num_before:] if key.num_rows > 0}
     assert used <= in_trials, "steps have shapes that were not tried"
     assert {(key.num_rows, key.num_drafts) for key in used} == {(1, 0), (2, 1), (4, 3), (8, 7)}
+    first_blocks = {key.num_drafts for key, _ in recording[num_before:] if key.num_rows == 0}
+    assert first_blocks == {7}, "behind a prompt all lengths are drawn as one"
 
 
 @pytest.mark.usefixtures("recording")
