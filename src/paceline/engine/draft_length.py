@@ -7,9 +7,9 @@ the drafts are drawn.
 With c_i the chance that draft i is kept if those before it are, n drafts give tau(n) = 1 + c_0 + c_0 c_1 + ... tokens
 to a request, and n is the number for which all requests of the step get the most tokens per ms, from 0 to K. Chances
 are held apart for each kind of text, costs for each kind of step (`step_kind.py`), and 0 drafts cost what an engine
-without a drafter pays. At 0 nothing is drafted, and now and then a probe finds out whether it would pay again. Where
-several probes in a row did not, not even the context is worth its time: running requests go on without, and from time
-to time a new one is drafted for again.
+without a drafter pays. At 0 nothing is drafted, and soon a probe finds out whether it would pay again. Where three of
+its blocks did not, not even the context is worth its time: running requests go on without, and from time to time a new
+one is drafted for again.
 
 Everything is learned by the step, not by the block: what 32 requests say in one step is one observation that is 32
 times as sure, and a probe pays if its blocks do on average.
@@ -36,10 +36,10 @@ _PRIOR_WEIGHT = 2.0
 _MEMORY = 0.98  # weight that a step keeps when the next comes in: the last 50 count
 _PROBE_MEMORY = 0.7  # probes are rare, and the last few have to be enough to come back
 _MARGIN = 0.02  # what another length has to gain, or the choice would follow noise from step to step
-_PROBE_SHARE = 0.02  # of the time, at most, goes into probing
-_MIN_PROBE_INTERVAL = 16
+_PROBE_INTERVAL = 16  # steps, until it is given up or pays again
+_PROBE_SHARE = 0.02  # of the time, at most, goes into probing after that
 _MAX_BACKOFF = 4
-_PROBES_TO_GIVE_UP = 3
+_BLOCKS_TO_GIVE_UP = 3  # that were probes and did not pay: those of one step with many requests, or of three with one
 
 
 def checked_draft_length(value: object) -> DraftLengthMode:
@@ -118,7 +118,8 @@ class _Switch:
         num_requests: of the last step that was planned.
         backoff: how much longer than usual the next probe is waited for.
         steps_to_probe: how long that still is.
-        num_unpaid: probes since one paid.
+        num_unpaid: blocks of probes since one paid.
+        has_probed: whether a block was drawn as a probe since drafting stopped; those judged before were not.
     """
 
     num_drafts: int
@@ -126,6 +127,7 @@ class _Switch:
     backoff: int = 1
     steps_to_probe: int = 0
     num_unpaid: int = 0
+    has_probed: bool = False
 
 
 class DraftLengthController:
@@ -152,7 +154,7 @@ class DraftLengthController:
 
     def has_given_up(self, kind: StepKind) -> bool:
         """Whether running requests may lose their context; a step for them is then a plain one."""
-        return self._switches[kind].num_unpaid >= _PROBES_TO_GIVE_UP
+        return self._switches[kind].num_unpaid >= _BLOCKS_TO_GIVE_UP
 
     def wants_another_request(self, kind: StepKind) -> bool:
         """Whether a new request should be drafted for; always, unless it was given up and the next probe is not due."""
@@ -181,14 +183,12 @@ class DraftLengthController:
             return switch.num_drafts
         if not was_off:
             self.num_switched_off += 1
-            switch.steps_to_probe = self._probe_interval(step.kind)
+            switch.steps_to_probe, switch.has_probed = _PROBE_INTERVAL, False
         switch.steps_to_probe -= 1
         if switch.steps_to_probe > 0:
             return 0
         self.num_probes += 1
-        switch.num_unpaid += 1
-        switch.backoff = min(2 * switch.backoff, _MAX_BACKOFF)
-        switch.steps_to_probe = switch.backoff * self._probe_interval(step.kind)
+        switch.has_probed, switch.steps_to_probe = True, self._probe_interval(step.kind)
         return self._num_draft_tokens
 
     def observe(self, kind: StepKind, blocks: Sequence[JudgedBlock]) -> None:
@@ -202,13 +202,18 @@ class DraftLengthController:
         if not drafted:
             return
         switch = self._switches[kind]
-        is_probe = switch.num_drafts == 0
+        is_probe = switch.num_drafts == 0 and switch.has_probed
         for text in {block.text for block in drafted}:
             judged = [(block.num_drawn, block.num_accepted) for block in drafted if block.text == text]
             self._rates[text].observe(judged, _PROBE_MEMORY if is_probe else _MEMORY)
         mean_tokens = 1 + sum(block.num_accepted for block in drafted) / len(drafted)
         if is_probe and mean_tokens > self._cost_ratio(kind):
             switch.backoff, switch.steps_to_probe, switch.num_unpaid = 1, 0, 0  # that one paid, so the next may
+        elif is_probe:
+            switch.num_unpaid += len(drafted)
+            if self.has_given_up(kind):
+                switch.steps_to_probe = self._probe_interval(kind)
+                switch.backoff = min(2 * switch.backoff, _MAX_BACKOFF)
 
     def thresholds(self, step: StepAhead, num_drafts: int) -> list[float]:
         """The survival from which on each of the drawn drafts is worth verifying.
@@ -259,4 +264,9 @@ class DraftLengthController:
         return costs.step_ms(num_requests, self._num_draft_tokens) / costs.plain_ms(num_requests)
 
     def _probe_interval(self, kind: StepKind) -> int:
-        return max(_MIN_PROBE_INTERVAL, math.ceil((self._cost_ratio(kind) - 1) / _PROBE_SHARE))
+        """Steps to the next probe: until it is clear, soon, as the context is kept for nothing all the while."""
+        if not self.has_given_up(kind):
+            return _PROBE_INTERVAL
+        # A block is drawn in one step and judged in the next, and both may be as large as its rows.
+        share = math.ceil(2 * (self._cost_ratio(kind) - 1) / _PROBE_SHARE)
+        return self._switches[kind].backoff * max(_PROBE_INTERVAL, share)

@@ -138,13 +138,16 @@ class Drafting:
             num_judged=num_judged, num_accepted=step.num_accepted, is_plain_greedy=request.is_plain_greedy
         )
 
-    def observe_step(self, requests: Sequence[RunningRequest], size: StepSize | None, step_ms: float | None) -> None:
+    def observe_step(
+        self, requests: Sequence[RunningRequest], size: StepSize | None, *, step_ms: float, host_ms: float
+    ) -> None:
         """Learn from a step as a whole, behind what its requests had to say one by one.
 
         Args:
             requests: of the step.
-            size: as `size_of` said.
-            step_ms: what it took; None where something else ran, too.
+            size: as `size_of` said; None where the time says nothing about it.
+            step_ms: what it took.
+            host_ms: how long of it the host was busy beside the device.
         """
         judged, self._judged = self._judged, []
         controller = self.planner.controller
@@ -152,8 +155,8 @@ class Drafting:
             return
         if judged:
             self.planner.observe_step(StepKind.joined({request.step_kind for request in requests}), judged)
-        if size is not None and step_ms is not None:
-            controller.costs.of(size.kind).observe(size, step_ms)
+        if size is not None:
+            controller.costs.of(size.kind).observe(size, step_ms, host_ms)
 
     def stop_beyond(self, request: RunningRequest, length: int, *, context_end: int) -> None:
         """Go on without drafts once a block after `length` cached positions would leave the drafter's positions.

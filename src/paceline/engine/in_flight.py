@@ -40,6 +40,10 @@ class Launched:
     started_s: float
     size: StepSize | None = None
 
+    def wait(self) -> None:
+        """Wait until the results have come."""
+        self.output.packed.wait()
+
     def read(self) -> list[tuple[RunningRequest, HostStep, int]]:
         """Wait for the results and give those that still count: request, its part of the step, drafts planned behind.
 

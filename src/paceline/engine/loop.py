@@ -429,6 +429,9 @@ class EngineLoop:
                 self._finish_with(request, delta)
 
     def _take_steps(self, launched: Launched) -> None:
+        waited_s = time.perf_counter()
+        launched.wait()
+        waited_ms = milliseconds_since(waited_s)
         parts = launched.read()
         step_ms = milliseconds_since(max(launched.started_s, self._last_read_s))
         self.counters.num_steps += 1
@@ -453,9 +456,11 @@ class EngineLoop:
             if delta.finish_reason is not None:
                 self._finish(request, delta.finish_reason)
         self._states.settle_step(launched.number)
-        is_right_behind_one = launched.number == self._last_step + 1
+        size = launched.size if launched.number == self._last_step + 1 else None  # else something ran in between
         self._last_step = launched.number
-        self.drafting.observe_step(launched.requests, launched.size, step_ms if is_right_behind_one else None)
+        is_beside = self._runs_ahead and self._state.device.type == "cuda"  # a CPU's steps are done by the host
+        host_ms = step_ms - waited_ms if is_beside else 0.0
+        self.drafting.observe_step(launched.requests, size, step_ms=step_ms, host_ms=host_ms)
         self.drafting.give_up(launched.requests)
 
     def _retry_without_drafts(self, request: RunningRequest) -> None:

@@ -103,7 +103,7 @@ def test_useless_drafts_are_switched_off_within_fifty_steps_and_probing_costs_li
     spent_ms = sum(costs.step_ms(1, count) for count in chosen[50:])
     assert spent_ms < 1.03 * 10 * 950
     assert controller.num_switched_off == 1
-    assert controller.num_probes == sum(count == 7 for count in chosen[30:]) > 0
+    assert controller.num_probes == sum(count == 7 for count in chosen[chosen.index(0) :]) > 3
 
 
 def test_it_comes_back_when_drafts_get_good_again() -> None:
@@ -285,6 +285,29 @@ def test_plain_decoding_is_what_drafting_has_to_beat_and_it_keeps_no_context() -
         for _ in range(100):
             controller.observe(GREEDY_STEP, [JudgedBlock(GREEDY_TEXT, 1, index % 10 < 3) for index in range(10)])
         assert (controller.next_num_drafts(ahead(10)) > 0) == pays
+
+
+@pytest.mark.parametrize("num_requests", [1, 8])
+def test_the_context_is_not_kept_for_long_where_drafting_does_not_pay(num_requests: int) -> None:
+    """It costs time in every step, so what is to be found out is found out soon, and three blocks are enough."""
+    controller = controller_of(LinearCosts(1.0, 1.0, 1.0))
+    num_steps = 0
+    while not controller.has_given_up(GREEDY_STEP):
+        count, num_steps = controller.next_num_drafts(ahead(num_requests)), num_steps + 1
+        controller.observe(GREEDY_STEP, [JudgedBlock(GREEDY_TEXT, count, 0)] * num_requests)
+    assert num_steps < (60 if num_requests == 1 else 24)
+    assert controller.num_probes == (3 if num_requests == 1 else 1)
+
+
+def test_blocks_that_were_under_way_when_drafting_stopped_are_no_probe() -> None:
+    controller = controller_of(LinearCosts(1.0, 1.0))
+    for _ in range(40):
+        controller.observe(GREEDY_STEP, [JudgedBlock(GREEDY_TEXT, 7, 0)] * 8)
+    assert controller.next_num_drafts(ahead(8)) == 0
+    for accepted in (0, 7):
+        controller.observe(GREEDY_STEP, [JudgedBlock(GREEDY_TEXT, 7, accepted)] * 8)
+        assert not controller.has_given_up(GREEDY_STEP)
+    assert controller.next_num_drafts(ahead(8)) == 0, "one step in fifty, not one in three"
 
 
 # Many requests

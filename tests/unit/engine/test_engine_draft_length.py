@@ -366,7 +366,7 @@ def test_sampled_requests_go_by_what_sampled_steps_cost(is_planted: bool, monkey
 def test_steps_that_came_right_behind_others_tell_what_steps_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     made_up(monkeypatch, row_ms=0.5, draft_ms=0.2)
     seen: list[tuple[StepSize, float]] = []
-    monkeypatch.setattr(KindCosts, "observe", lambda _costs, size, ms: seen.append((size, ms)))
+    monkeypatch.setattr(KindCosts, "observe", lambda _costs, size, ms, _host_ms: seen.append((size, ms)))
     target, drafter = loaded()
     engine = Engine(target, drafter, EngineSettings(max_num_seqs=2, draft_length="adaptive"))
     chosen = iter([3, 3, 3, 3, 5, 5, 0, 0, 0, *[0] * 100])

@@ -21,9 +21,11 @@ def made_up(kind: StepKind) -> Costs:
     return costs_of(3.0 if kind.is_sampled else 1.0)
 
 
-def observe(costs: KindCosts, num_drafts: int, ms: float, *, times: int = 1, num_requests: int = 1) -> None:
+def observe(
+    costs: KindCosts, num_drafts: int, ms: float, *, times: int = 1, num_requests: int = 1, host_ms: float = 0.0
+) -> None:
     for _ in range(times):
-        costs.observe(StepSize(GREEDY_STEP, num_requests, num_drafts, writes_context=True), ms)
+        costs.observe(StepSize(GREEDY_STEP, num_requests, num_drafts, writes_context=True), ms, host_ms)
 
 
 def test_a_kind_costs_what_its_trial_steps_take_until_real_ones_are_known() -> None:
@@ -69,10 +71,24 @@ def test_a_plain_step_costs_no_more_than_one_that_keeps_the_context() -> None:
     costs = KindCosts(made_up(GREEDY_STEP))
     observe(costs, 0, 5.5, times=7)
     observe(costs, 7, 60.0, times=7)
-    assert costs.plain_ms(1) == pytest.approx(5.5)
-    for _ in range(7):
-        costs.observe(StepSize(GREEDY_STEP, 1, 0, writes_context=False), 4.0)
-    assert costs.plain_ms(1) == pytest.approx(4.0) and costs.step_ms(1, 0) == pytest.approx(5.5)
+    assert costs.plain_ms(1) == pytest.approx(4.5), "half of its trial, as the step that is most like it"
+    for plain_ms in (4.0, 8.0):
+        for _ in range(15):
+            costs.observe(StepSize(GREEDY_STEP, 1, 0, writes_context=False), plain_ms)
+        assert costs.plain_ms(1) == pytest.approx(min(plain_ms, 5.5)) and costs.step_ms(1, 0) == pytest.approx(5.5)
+
+
+def test_no_step_is_shorter_than_the_host_is_busy_with_it() -> None:
+    """With many requests a plain step is done before the host is, so drafts cost less than a device's clock says."""
+    costs = KindCosts(made_up(GREEDY_STEP))
+    observe(costs, 7, 21.0, times=7, host_ms=15.0)
+    assert costs.step_ms(1, 7) == pytest.approx(21)
+    assert costs.step_ms(1, 0) == costs.plain_ms(1) == 15, "known before any such step was run"
+    observe(costs, 0, 15.2, times=15, host_ms=15.1)
+    assert costs.step_ms(1, 7) == pytest.approx(21), "how long the device took is not known from that"
+    assert costs.step_ms(8, 0) == pytest.approx(11 * 21 / 20), "of other batches neither"
+    observe(costs, 0, 16.5, times=15, host_ms=2.0)
+    assert costs.step_ms(1, 0) == pytest.approx(16.5)
 
 
 def test_what_was_seen_long_ago_is_looked_at_again() -> None:
