@@ -120,6 +120,17 @@ class BlockTables:
             self._rows[slot] = rows
         return rows.narrow(0, start, count)
 
+    def rows_of_slots(self, slots: Sequence[int], starts: Sequence[int], num_rows: int) -> Tensor:
+        """`rows` of several slots, int64 [B, T].
+
+        Args:
+            slots: one per request.
+            starts: positions of the first rows.
+            num_rows: T.
+        """
+        rows = [self.rows(slot, start, num_rows) for slot, start in zip(slots, starts, strict=True)]
+        return torch.stack(rows) if len(rows) > 1 else rows[0].unsqueeze(0)
+
     def rows_of(self, slots_B: Tensor, positions_BT: Tensor) -> Tensor:
         """Physical rows to write to, without reading a tensor on the host.
 

@@ -97,8 +97,7 @@ class KeyValueCache:
                 to[2 * layer + 1].copy_(v_BTMH)
 
             return write
-        rows = [tables.rows(slot, start, num_rows) for slot, start in zip(slots, starts, strict=True)]
-        return partial(self.write_batch, cells=self.cells_to_write(torch.cat(rows)))
+        return partial(self.write_batch, cells=self.cells_to_write(tables.rows_of_slots(slots, starts, num_rows)))
 
     def reader(self, slot: int, length: int, start: int = 0) -> Read:
         """What gives a slot's keys and values at positions start to length - 1 in any layer; settled once for a pass.

@@ -176,6 +176,8 @@ class BlockProposer:
         rows_BT = rows.cells_BT
         if rows_BT is None and self._choice.is_batched:
             rows_BT = cache.tables.rows_of(rows.slots_B, positions_BT)
+        if rows_BT is None and backbone.writes_at_once(cache.planes):
+            rows_BT = cache.tables.rows_of_slots(rows.slots, rows.starts, rows.num_rows)
         if rows_BT is not None and backbone.is_stacked:
             backbone.write_taps(taps, rows_BT, positions_BT, cache.planes, counters=cache.counters)
             return

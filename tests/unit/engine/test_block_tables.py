@@ -177,6 +177,16 @@ def test_fixed_tables_give_every_slot_a_run_of_its_own_and_nobody_block_0() -> N
     assert tables.table.tolist() == [tables.blocks(slot) for slot in range(3)] + [[0] * 4]
 
 
+def test_rows_of_several_slots_are_those_of_each() -> None:
+    tables = scattered_tables(3, 16, block_size=4)
+    found = tables.rows_of_slots([2, 0, 3], [5, 0, 9], 6)
+    assert found[:2].tolist() == [tables.rows(2, 5, 6).tolist(), tables.rows(0, 0, 6).tolist()]
+    assert all(0 < row < 4 for row in found[2].tolist()), "those of nobody"
+    positions = torch.tensor([[5], [0]]) + torch.arange(6)
+    assert torch.equal(found[:2], tables.rows_of(torch.tensor([2, 0]), positions))
+    assert torch.equal(tables.rows_of_slots([2], [5], 6), found[:1])
+
+
 def test_what_does_not_exist_is_refused() -> None:
     tables = scattered_tables(2, 16, block_size=4)
     for wrong, message in (

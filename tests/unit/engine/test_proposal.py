@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from tests.caches import fixed_tables, make_cache, store, stored
+from tests.caches import fixed_tables, make_cache, scattered_tables, store, stored
 from tests.tiny import loaded, tiny_prompts
 
 from paceline.engine import proposal as proposal_module
 from paceline.engine.attends import AttentionChoice
+from paceline.engine.block_tables import BlockTables
 from paceline.engine.canary_drafts import count_equal_drafts
 from paceline.engine.proposal import BlockProposer, Rows
 from paceline.engine.request import SamplingParameters
 from paceline.engine.slots import SlotState
 from paceline.models.attends import WholeSequence
+from paceline.models.drafters.backbone import DrafterBackbone
 from paceline.models.drafters.dflash import DFlashDrafter
 from paceline.models.drafters.proposal import Proposal
 from paceline.models.loading import LoadedDrafter, LoadedTarget
 from paceline.models.taps import TapCollector
+from paceline.ops.native.context import ContextCall
+from paceline.ops.native.rows import can_run
 
 CPU = torch.device("cpu")
 FORMS = ((False, False), (True, False), (True, True))  # is_batched, is_paged
@@ -117,6 +122,43 @@ def test_context_below_its_start_does_not_exist(
         monkeypatch.setattr(proposal_module, "attend_block", lambda *a, lost=lost, **o: attend(*a, **o | {lost: None}))
         is_read = lost == ("context_starts_B" if is_batched else "context_starts")
         assert (drafts(torch.nan) != honest) == is_read
+
+
+@pytest.mark.skipif(not can_run(torch.empty(1, dtype=torch.bfloat16)), reason="no native operations on this machine")
+@pytest.mark.parametrize("make_tables", [fixed_tables, scattered_tables])
+def test_one_native_call_writes_the_context_where_the_cache_would(
+    make_tables: Callable[..., BlockTables], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, drafter = loaded(linear_mode="native", dtype=torch.bfloat16)
+    num_heads, head_size = drafter.model.backbone.cache_shape
+    sizes = {"num_layers": drafter.contract.num_layers, "num_kv_heads": num_heads, "head_size": head_size}
+    choice = AttentionChoice.for_device(CPU, is_row_invariant=False, is_native=True)
+    caches = [make_cache(make_tables(3, 40), **sizes, dtype=torch.bfloat16) for _ in range(2)]
+    passes = (
+        ([1], [0], 30),
+        ([0, 2], [3, 11], 4),
+        ([1], [29], 1),
+    )  # a prompt, two requests, a step whose row counts anew
+    calls: list[int] = []
+    call = ContextCall.__call__
+    monkeypatch.setattr(ContextCall, "__call__", lambda self, *given: calls.append(1) or call(self, *given))
+    for cache in caches:
+        proposer = BlockProposer(target.model, drafter.model, cache, choice, num_draft_tokens=7, method="greedy")
+        generator = torch.Generator().manual_seed(0)
+        for slots, starts, num_rows in passes:
+            rows = Rows(slots, torch.tensor(slots), starts, torch.tensor(starts), num_rows)
+            width = drafter.contract.target_hidden_size
+            taps = [
+                torch.randn(len(slots), num_rows, width, generator=generator).bfloat16()
+                for _ in proposer.target_layer_ids
+            ]
+            proposer.write_context(rows, taps, rows.starts_B[:, None] + torch.arange(num_rows))
+        assert len(calls) == len(passes)
+        monkeypatch.setattr(DrafterBackbone, "writes_at_once", lambda *_arguments: False)
+    at_once, expected = (cache.planes.double() for cache in caches)
+    assert expected.any() and torch.equal(at_once == 0, expected == 0)
+    assert torch.equal(at_once[:, 1], expected[:, 1]), "values"
+    assert ((at_once - expected).abs() <= 2**-7 * expected.abs().amax(-1, keepdim=True)).all(), "keys"
 
 
 def test_fewer_drafts_than_trained_means_fewer_rows() -> None:

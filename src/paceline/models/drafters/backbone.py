@@ -34,7 +34,9 @@ from paceline.models.positions import position_table
 from paceline.ops.context_kv import write_context_kv
 from paceline.ops.dispatch import needs_gradient
 from paceline.ops.linear_residual import linear_residual_scaled, norm_linear
+from paceline.ops.native import context as native_context
 from paceline.ops.native.attention import InLayer
+from paceline.ops.native.context import ContextCall
 from paceline.ops.native.layer import LayersCall
 from paceline.ops.norm_taps import join_taps, norm_taps
 from paceline.ops.paged_attention import PagedAttend
@@ -101,16 +103,35 @@ class DrafterBackbone(nn.Module):
         self._fused: list[FusedLayer] = []
         self._native: LayersCall | None = None
         self._tap_gains_KD: Tensor | None = None  # copies of the taps' norms, for fused arithmetic
+        self._context_call: ContextCall | None = None
 
     def set_mode(self, mode: LinearMode) -> None:
         """Gather the layers' fused or native forms, which come before the whole, and the gains of the taps."""
         self._fused = fused_layers(self.layers, mode)
         calls = native_calls(self.layers) if mode in NATIVE_MODES else []
         self._native = LayersCall(calls) if calls and self.contract.is_neox_style else None
-        self._tap_gains_KD = None
-        if mode == "fused" and self.contract.has_tap_norm:
-            gains: list[Tensor] = [cast(RMSNorm, norm).weight for norm in self.fc_norm]
-            self._tap_gains_KD = torch.stack(gains).detach()
+        self._tap_gains_KD = self._tap_gains() if mode == "fused" else None
+        self._context_call = self._native_context() if mode in NATIVE_MODES else None
+
+    def _tap_gains(self) -> Tensor | None:
+        gains: list[Tensor] = [cast(RMSNorm, norm).weight for norm in self.fc_norm]
+        return torch.stack(gains).detach() if gains else None
+
+    def _native_context(self) -> ContextCall | None:
+        """The whole way from taps to planes in one native call; None where a part of it is not native."""
+        contract, features, stacked = self.contract, self.fc.native, self._stacked_kv
+        if features is None or stacked is None or stacked.native is None or not contract.is_neox_style:
+            return None
+        return ContextCall(
+            num_taps=contract.num_taps,
+            tap_gains_KX=self._tap_gains(),
+            features=features,
+            feature_gain_D=self.hidden_norm.weight.detach(),
+            kv=stacked.native,
+            k_gain_LH=self._stacked_k_gain.squeeze(1).to(torch.bfloat16),
+            eps=contract.rms_norm_eps,
+            value_scale=contract.attention_value_scale,
+        )
 
     @property
     def cache_shape(self) -> tuple[int, int]:
@@ -173,6 +194,10 @@ class DrafterBackbone(nn.Module):
         """Whether the context projections of all layers are one product, which `write_context` takes."""
         return self._stacked_kv is not None
 
+    def writes_at_once(self, planes: Tensor) -> bool:
+        """Whether `write_taps` to such planes is one call on the host, so that it is best for any number of rows."""
+        return self._context_call is not None and native_context.can_store(planes, self.position_table)
+
     def write_context(self, features_BTD: Tensor, rows_BT: Tensor, positions_BT: Tensor, planes: Tensor) -> None:
         """`context_kv` and its storing for all layers in one pass, without reading a tensor on the host.
 
@@ -194,7 +219,7 @@ class DrafterBackbone(nn.Module):
         *,
         counters: Tensor | None = None,
     ) -> None:
-        """`context_features` and `write_context`; where both are fused, few rows take four launches.
+        """`context_features` and `write_context`; few fused rows take four launches, native ones a single call.
 
         Args:
             taps: in their order.
@@ -203,8 +228,11 @@ class DrafterBackbone(nn.Module):
             planes: written in place.
             counters: of the engine; None takes a layer's.
         """
-        stacked = self._stacked_kv
+        stacked, call = self._stacked_kv, self._context_call
         assert stacked is not None, "the caller asks `is_stacked`"
+        if call is not None and self.writes_at_once(planes):
+            call(taps, rows_BT, positions_BT, planes, self.position_table)
+            return
         if not self._fused or rows_BT.numel() > LARGEST_ROWS:
             self.write_context(self.context_features(taps), rows_BT, positions_BT, planes)
             return

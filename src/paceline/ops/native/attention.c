@@ -7,7 +7,6 @@
 #include "layers.h"
 
 #define VALUE_TILE 4
-#define LARGEST_HEAD 1024
 
 /* Where a head's keys and values at positions least to most - 1 lie: one walk over the blocks, without a division. */
 static void find_rows(

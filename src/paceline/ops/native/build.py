@@ -22,7 +22,17 @@ from pathlib import Path
 import torch
 
 _FOLDER = Path(__file__).parent
-_SOURCES = ("products.c", "quantized.c", "integers.c", "rows.c", "attention.c", "layer.c", "choices.c", "finite_copy.c")
+_SOURCES = (
+    "products.c",
+    "quantized.c",
+    "integers.c",
+    "rows.c",
+    "attention.c",
+    "layer.c",
+    "context.c",
+    "choices.c",
+    "finite_copy.c",
+)
 _HEADERS = ("common.h", "layers.h", "products.h")
 _INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16")
 _FLAGS = ("-O3", "-std=c11", "-fPIC", "-shared", "-fopenmp", *(f"-m{name}" for name in _INSTRUCTIONS))
@@ -52,6 +62,7 @@ _ARGUMENTS = {
     "paceline_attend": [_POINTER, _INT],
     "paceline_layer": [_POINTER, _POINTER],
     "paceline_layers": [_POINTER, _SIZE, _SIZE, _POINTER],
+    "paceline_write_context": [_POINTER, _POINTER],
 }
 
 

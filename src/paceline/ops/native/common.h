@@ -65,3 +65,18 @@ ALWAYS_INLINE void norm_row(const bfloat *from, const bfloat *gain, float eps, b
         store_narrow(to + at, lanes, _mm512_mul_ps(x, load_wide(gain + at, lanes)));
     }
 }
+
+/* One head in place: x * cosine + partner(x) * sine over the first `rotated` channels, partners half of them apart. */
+ALWAYS_INLINE void turn_head(bfloat *head, const bfloat *cosine, const bfloat *sine, int64_t rotated) {
+    int64_t half = rotated / 2;
+    for (int64_t at = 0; at < half; at += LANES) {
+        __mmask16 lanes = first_lanes(half - at);
+        __m512 first = load_wide(head + at, lanes), second = load_wide(head + half + at, lanes);
+        __m512 y = _mm512_mul_ps(second, load_wide(sine + at, lanes));
+        __m512 z = _mm512_mul_ps(first, load_wide(sine + half + at, lanes));
+        y = _mm512_fmadd_ps(first, load_wide(cosine + at, lanes), y);
+        z = _mm512_fmadd_ps(second, load_wide(cosine + half + at, lanes), z);
+        store_narrow(head + at, lanes, y);
+        store_narrow(head + half + at, lanes, z);
+    }
+}

@@ -2,13 +2,6 @@
    added to the stream; in a draft block that is convolved, with a convolution before and behind each sublayer. */
 #include "layers.h"
 
-typedef struct {
-    const void *weight;
-    const float *bias;
-    int64_t width, num_outputs;
-    int32_t form;
-} Weight;
-
 /* Both sides of a sublayer: `projection` gives what a row adds to the taps of both, `base` has those of both. */
 typedef struct {
     Weight projection;
@@ -36,12 +29,6 @@ typedef struct {
     const Attention *attention;
     int32_t num_threads;
 } Pass;
-
-static Product product(const Weight *w, const bfloat *x, const bfloat *residual, bfloat *y, int64_t num_rows) {
-    Product p = {x, w->width, w->weight, w->form, w->bias, residual, y, num_rows, w->width, w->num_outputs, PLAIN};
-    if (residual) p.kind = ADDED;
-    return p;
-}
 
 /* One side of a convolution, by all threads of a team; none goes on before it is done. */
 static void convolve_side(

@@ -19,7 +19,9 @@ from paceline.ops.native.build import loaded_library
 from paceline.ops.native.rows import NativeWeight
 
 
-class _Weight(ctypes.Structure):
+class WeightFields(ctypes.Structure):
+    """What the C files call Weight, field by field."""
+
     _fields_ = (
         ("weight", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
@@ -29,7 +31,8 @@ class _Weight(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, weight: NativeWeight) -> _Weight:
+    def of(cls, weight: NativeWeight) -> WeightFields:
+        """The fields of a weight, which has to outlive them."""
         bias = None if weight.bias is None else weight.bias.data_ptr()
         return cls(weight.panels.data_ptr(), bias, weight.num_inputs, weight.num_outputs, weight.form)
 
@@ -37,7 +40,7 @@ class _Weight(ctypes.Structure):
 class _Convolution(ctypes.Structure):
     """The struct of the C file, field by field."""
 
-    _fields_ = (("projection", _Weight), ("base", ctypes.c_void_p), ("num_taps", ctypes.c_int64))
+    _fields_ = (("projection", WeightFields), ("base", ctypes.c_void_p), ("num_taps", ctypes.c_int64))
 
     @classmethod
     def of(cls, convolution: NativeConvolution | None) -> _Convolution:
@@ -45,17 +48,17 @@ class _Convolution(ctypes.Structure):
             return cls()
         base_UD = convolution.base_UD
         assert base_UD.dtype == torch.float32 and base_UD.is_contiguous(), "as the native form makes it"
-        return cls(_Weight.of(convolution.projection), base_UD.data_ptr(), base_UD.shape[0] // 2)
+        return cls(WeightFields.of(convolution.projection), base_UD.data_ptr(), base_UD.shape[0] // 2)
 
 
 class _Layer(ctypes.Structure):
     """The struct of the C file, field by field."""
 
     _fields_ = (
-        ("qkv", _Weight),
-        ("o", _Weight),
-        ("gate_up", _Weight),
-        ("down", _Weight),
+        ("qkv", WeightFields),
+        ("o", WeightFields),
+        ("gate_up", WeightFields),
+        ("down", WeightFields),
         ("around_attention", _Convolution),
         ("around_mlp", _Convolution),
         ("input_gain", ctypes.c_void_p),
@@ -139,7 +142,7 @@ class LayerCall:
         self._held = (qkv, o, gate_up, down, gains, qk_gains, convolutions)  # their memory has to outlive this
         addresses = [gain.data_ptr() for gain in (*gains, *(qk_gains or ()))]
         self._layer = _Layer(
-            *(_Weight.of(weight) for weight in (qkv, o, gate_up, down)),
+            *(WeightFields.of(weight) for weight in (qkv, o, gate_up, down)),
             *(_Convolution.of(convolution) for convolution in convolutions or (None, None)),
             *addresses,
             *([] if qk_gains else [None, None]),

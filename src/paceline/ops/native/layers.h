@@ -19,6 +19,21 @@ typedef struct {
     int32_t kind;
 } Product;
 
+typedef struct {
+    const void *weight;
+    const float *bias;
+    int64_t width, num_outputs;
+    int32_t form;
+} Weight;
+
+/* y = x W^T + b, with a residual + residual. */
+ALWAYS_INLINE Product product(const Weight *w, const bfloat *x, const bfloat *residual, bfloat *y, int64_t num_rows) {
+    Product p = {x, w->width, w->weight, w->form, w->bias, residual, y, num_rows, w->width, w->num_outputs, PLAIN};
+    if (residual) p.kind = ADDED;
+    return p;
+}
+
+#define LARGEST_HEAD 1024
 #define QUERY_TILE 24 /* query rows that share a transposed group of keys */
 
 typedef struct {

@@ -9,21 +9,6 @@ void paceline_norm(
     for (int64_t row = 0; row < num_rows; row++) norm_row(from + row * stride, gain, eps, to + row * width, width);
 }
 
-/* One head in place: x * cosine + partner(x) * sine over the first `rotated` channels, partners half of them apart. */
-ALWAYS_INLINE void turn(bfloat *head, const bfloat *cosine, const bfloat *sine, int64_t rotated) {
-    int64_t half = rotated / 2;
-    for (int64_t at = 0; at < half; at += LANES) {
-        __mmask16 lanes = first_lanes(half - at);
-        __m512 first = load_wide(head + at, lanes), second = load_wide(head + half + at, lanes);
-        __m512 y = _mm512_mul_ps(second, load_wide(sine + at, lanes));
-        __m512 z = _mm512_mul_ps(first, load_wide(sine + half + at, lanes));
-        y = _mm512_fmadd_ps(first, load_wide(cosine + at, lanes), y);
-        z = _mm512_fmadd_ps(second, load_wide(cosine + half + at, lanes), z);
-        store_narrow(head + at, lanes, y);
-        store_narrow(head + half + at, lanes, z);
-    }
-}
-
 /* Queries and keys of rows [queries, keys, values], in place: each head normed where there are gains, then turned.
 
    By all threads of a team, and none goes on before it is done. */
@@ -36,7 +21,7 @@ void turn_rows(
         int64_t row = task / num_turned, index = task % num_turned;
         bfloat *head = rows + row * stride + index * head_size;
         if (q_gain) norm_row(head, index < num_heads ? q_gain : k_gain, eps, head, head_size);
-        turn(head, cosine + row * rotated, sine + row * rotated, rotated);
+        turn_head(head, cosine + row * rotated, sine + row * rotated, rotated);
     }
 }
 

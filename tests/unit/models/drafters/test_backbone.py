@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,11 @@ from paceline.checkpoint.contract import DrafterContract, TargetLayerId
 from paceline.checkpoint.names import drafter_destinations
 from paceline.models.attends import BlocksOverContext
 from paceline.models.drafters.dflash import DFlashDrafter
+from paceline.ops.native.rows import can_run
 
+has_native = pytest.mark.skipif(
+    not can_run(torch.empty(1, dtype=torch.bfloat16)), reason="no native operations on this machine"
+)
 TAP_A, TAP_B = torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.tensor([[1.0, 1.0], [2.0, 0.0]])
 ANCHOR, MASK = [1.0, 2.0], [0.5, -1.0]
 
@@ -188,6 +193,71 @@ def test_fused_taps_are_written_as_features_are(has_tap_norm: bool, num_rows: in
         found.append(planes)
     assert (found[0] != 9.0).any()
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+
+
+def native_drafter(**changes: Any) -> DFlashDrafter:
+    drafter = tiny_drafter(**changes).to(torch.bfloat16)
+    drafter.backbone.position_table = drafter.backbone.position_table.float()
+    drafter.backbone.prepare_for_serving("native")
+    return drafter
+
+
+@has_native
+@pytest.mark.parametrize(
+    "changes", [{}, {"has_tap_norm": True}, {"attention_bias": True, "attention_value_scale": 0.4}]
+)
+@pytest.mark.parametrize("num_rows", [1, 5, 70])
+@torch.no_grad()
+def test_native_taps_are_written_as_features_are(
+    changes: dict[str, Any], num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone = native_drafter(**changes).backbone
+    taps = [torch.randn(2, num_rows, 24) * 3 for _ in range(2)]  # of a target in float32
+    rows, positions = torch.randperm(159)[: 2 * num_rows].view(2, -1) + 1, torch.randint(140, (2, num_rows))
+    one_by_one, at_once = torch.full((2, len(backbone.layers), 2, 2, 20, 8, 8), 9.0).bfloat16()
+    backbone.write_context(backbone.context_features(taps), rows, positions, one_by_one)
+    monkeypatch.setattr(backbone, "write_context", lambda *_arguments: pytest.fail("it takes the features"))
+    assert backbone.writes_at_once(at_once)
+    backbone.write_taps(taps, rows, positions, at_once)
+    assert torch.equal(at_once[:, 1], one_by_one[:, 1]), "values"
+    keys, expected = at_once[:, 0].double(), one_by_one[:, 0].double()
+    size = expected.abs().amax(-1, keepdim=True)
+    assert ((keys - expected).abs() <= 2**-7 * size).all(), "keys, which are rounded once less"
+    backbone.write_taps(taps, rows, positions + 1, at_once)
+    assert not ((at_once[:, 0].double() - expected).abs() <= 2**-7 * size).all()
+
+
+@has_native
+@torch.no_grad()
+def test_gains_that_change_are_seen_by_the_next_mode_alone() -> None:
+    backbone = native_drafter(has_tap_norm=True).backbone
+    taps, rows, positions = [torch.randn(1, 3, 24) for _ in range(2)], torch.tensor([[4, 9, 2]]), torch.arange(3)[None]
+
+    def written() -> Tensor:
+        planes = torch.zeros(len(backbone.layers), 2, 2, 3, 8, 8).bfloat16()
+        backbone.write_taps(taps, rows, positions, planes)
+        return planes
+
+    before = written()
+    backbone.fc_norm[1].weight.mul_(-1.0)
+    assert torch.equal(written(), before)
+    backbone.prepare_for_serving("native")
+    assert not torch.equal(written(), before)
+
+
+@has_native
+def test_what_one_native_call_leaves_to_others() -> None:
+    planes = torch.zeros(2, 2, 2, 3, 8, 8).bfloat16()
+    drafter = native_drafter()
+    assert drafter.backbone.writes_at_once(planes)
+    assert not drafter.backbone.writes_at_once(planes.float())
+    assert not native_drafter(is_neox_style=False).backbone.writes_at_once(planes)
+    assert not native_drafter(has_qk_norm=False).backbone.writes_at_once(planes), "nothing is stacked"
+    drafter.backbone.prepare_for_serving("packed")
+    assert not drafter.backbone.writes_at_once(planes)
+    wide = tiny_drafter()
+    wide.backbone.prepare_for_serving("native")
+    assert not wide.backbone.writes_at_once(planes)
 
 
 @torch.no_grad()
