@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.ops.dispatch import choose, kernel, tl, triton
+from paceline.ops.native import steps as native
 from paceline.ops.slot_columns import (
     ANCHOR,
     LENGTH,
@@ -150,6 +151,17 @@ def block_rows_triton(
     return BlockRows(lengths_B, anchors_B, steps_B, seeds_B, temperature_B, token_ids_BQ, positions_BQ, is_beyond_B)
 
 
+def block_rows_native(
+    columns: SlotColumns, slots_B: Tensor, num_rows: int, mask_id: int, vocab_size: int, max_positions: int
+) -> BlockRows:
+    """The same as the reference, on a CPU."""
+    found = native.block_rows(columns, slots_B, num_rows, mask_id, vocab_size, max_positions)
+    whole_4B, temperature_B, rows_2BQ, is_beyond_B = found
+    lengths_B, anchors_B, steps_B, seeds_B = whole_4B.unbind()
+    token_ids_BQ, positions_BQ = rows_2BQ.unbind()
+    return BlockRows(lengths_B, anchors_B, steps_B, seeds_B, temperature_B, token_ids_BQ, positions_BQ, is_beyond_B)
+
+
 def block_rows(
     columns: SlotColumns, slots_B: Tensor, *, num_rows: int, mask_id: int, vocab_size: int, max_positions: int
 ) -> BlockRows:
@@ -163,5 +175,6 @@ def block_rows(
         vocab_size: ids that an anchor may have.
         max_positions: of the drafter's table. The last predicted token needs no position of its own.
     """
-    run = choose("block_rows", slots_B, block_rows_reference, block_rows_triton)
+    on_cpu = block_rows_native if native.can_run(*columns) else None
+    run = choose("block_rows", slots_B, block_rows_reference, block_rows_triton, on_cpu)
     return run(columns, slots_B, num_rows, mask_id, vocab_size, max_positions)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from paceline.ops.dispatch import choose, kernel, tl, triton
 from paceline.ops.finalise_block import SOUND, Verdict
+from paceline.ops.native import steps as native
 from paceline.ops.sample_tokens import NO_TOKEN
 from paceline.ops.slot_columns import (
     ANCHOR,
@@ -204,6 +205,21 @@ def commit_step_triton(
     return Committed(ends_B, report_BX)
 
 
+def commit_step_native(
+    whole_SX: Tensor,
+    waiting_ids_SK: Tensor,
+    slots_B: Tensor,
+    starts_B: Tensor,
+    positions_B: Tensor,
+    draft_ids_BK: Tensor,
+    verdict: Verdict,
+) -> Committed:
+    """The same as the reference, on a CPU."""
+    return Committed(
+        *native.commit_step(whole_SX, waiting_ids_SK, slots_B, starts_B, positions_B, draft_ids_BK, verdict)
+    )
+
+
 def commit_step(
     columns: SlotColumns,
     waiting_ids_SK: Tensor,
@@ -225,5 +241,7 @@ def commit_step(
         draft_ids_BK: int64, what was judged.
         verdict: on them.
     """
-    run = choose("commit_step", slots_B, commit_step_reference, commit_step_triton)
+    is_native = native.can_run(columns.whole_SX, waiting_ids_SK)
+    on_cpu = commit_step_native if is_native else None
+    run = choose("commit_step", slots_B, commit_step_reference, commit_step_triton, on_cpu)
     return run(columns.whole_SX, waiting_ids_SK, slots_B, starts_B, positions_B, draft_ids_BK, verdict)

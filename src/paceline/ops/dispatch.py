@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs: its reference, or the Triton kernel beside it.
+"""Which implementation of an operation runs: its reference, or what is beside it for a GPU or a CPU.
 
 This file alone imports Triton and hands out `kernel`, `tl` and `triton`, so every operation's file can be imported
 where Triton is not installed; its launchers cannot be called there. Whether Triton compiles or interprets is its own
@@ -64,7 +64,13 @@ def kernel(function: Callable[..., None]) -> Any:
     return triton.jit(function) if HAS_TRITON else function
 
 
-def choose(name: str, tensor: Tensor, reference: _Function, triton_version: _Function) -> _Function:
+def choose(
+    name: str,
+    tensor: Tensor,
+    reference: _Function,
+    triton_version: _Function,
+    native_version: _Function | None = None,
+) -> _Function:
     """Pick the kernel for tensors on a GPU where Triton is installed, else the reference; log each new choice once.
 
     Args:
@@ -72,16 +78,20 @@ def choose(name: str, tensor: Tensor, reference: _Function, triton_version: _Fun
         tensor: says on which device the operation will run.
         reference: the definition, in torch.
         triton_version: launcher of the kernel, called the same way. It has no gradients.
+        native_version: the call of the native library, for tensors on a CPU; None where there is none for these.
     """
     device = tensor.device.type
-    takes_kernel = HAS_TRITON and device == "cuda"
-    if (name, device) not in _chosen:
-        _report(name, device, "triton" if takes_kernel else "reference")
-    return triton_version if takes_kernel else reference
+    run, version = reference, "reference"
+    if HAS_TRITON and device == "cuda":
+        run, version = triton_version, "triton"
+    elif native_version is not None and device == "cpu":
+        run, version = native_version, "native"
+    report(name, device, version)
+    return run
 
 
 def implementations() -> dict[str, str]:
-    """What has run so far: `operation on device type` to "triton", "reference" or more exactly, sorted."""
+    """What has run so far: `operation on device type` to "triton", "native", "reference" or more exactly, sorted."""
     return {f"{name} on {device}": version for (name, device), version in sorted(_chosen.items())}
 
 

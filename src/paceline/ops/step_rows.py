@@ -14,12 +14,14 @@ B requests, T = K + 1 rows, C candidates, S slots, J blocks of a slot, V vocabul
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from paceline.ops.dispatch import choose, kernel, tl, triton
+from paceline.ops.native import steps as native
 from paceline.ops.sample_tokens import NO_TOKEN
 from paceline.ops.slot_columns import (
     ANCHOR,
@@ -304,22 +306,58 @@ def step_rows_triton(
             CANDIDATES=triton.next_power_of_2(max(1, num_drafts * num_candidates)),
             num_warps=1,
         )
-    slots_B, starts_B, positions_B, anchors_B, steps_B, top_k_B, seed_B, firsts_B = whole
-    settings = {TEMPERATURE: fractions[TEMPERATURE], TOP_P: fractions[TOP_P], MIN_P: fractions[MIN_P]}
+    return _named(
+        (whole, fractions),
+        (token_ids_BT, positions_BT, cells_BT),
+        (draft_ids_BK, candidate_ids_BKC, log_q_BKC),
+        has_context=context_starts_B is not None,
+        has_cells=cells is not None,
+    )
+
+
+def step_rows_native(
+    columns: SlotColumns,
+    drafts: WaitingDrafts,
+    slots_B: Tensor,
+    context_starts_B: Tensor | None,
+    cells: CacheCells | None,
+    num_drafts: int,
+    vocab_size: int,
+    num_positions: int,
+) -> StepRows:
+    """The same as the reference, on a CPU."""
+    table_SJ, block_size = (None, 1) if cells is None else cells
+    numbers, rows_3BT, proposal = native.step_rows(
+        columns, drafts, slots_B, context_starts_B, table_SJ, block_size, num_drafts, vocab_size, num_positions
+    )
+    has_context, has_cells = context_starts_B is not None, cells is not None
+    return _named(numbers, rows_3BT.unbind(), proposal, has_context=has_context, has_cells=has_cells)
+
+
+def _named(
+    numbers: tuple[Tensor, Tensor],
+    rows: Sequence[Tensor],
+    proposal: tuple[Tensor, Tensor | None, Tensor | None],
+    *,
+    has_context: bool,
+    has_cells: bool,
+) -> StepRows:
+    """Name what kernels wrote: [8, B] whole numbers, the last of which are context starts, and [3, B] fractions."""
+    slots_B, starts_B, positions_B, anchors_B, steps_B, top_k_B, seed_B, firsts_B = numbers[0].unbind()
+    fractions = numbers[1].unbind()
+    token_ids_BT, positions_BT, cells_BT = rows
     return StepRows(
         slots_B,
         starts_B,
         positions_B,
-        None if context_starts_B is None else firsts_B,
+        firsts_B if has_context else None,
         anchors_B,
         steps_B,
         token_ids_BT,
         positions_BT,
-        None if cells is None else cells_BT,
-        draft_ids_BK,
-        candidate_ids_BKC,
-        log_q_BKC,
-        SamplingRows(settings[TEMPERATURE], top_k_B, settings[TOP_P], settings[MIN_P], seed_B),
+        cells_BT if has_cells else None,
+        *proposal,
+        SamplingRows(fractions[TEMPERATURE], top_k_B, fractions[TOP_P], fractions[MIN_P], seed_B),
     )
 
 
@@ -347,5 +385,7 @@ def step_rows(
         cells: where keys are kept; None where nobody asks for cells.
     """
     assert num_drafts <= drafts.ids_SK.shape[1], "slots have room for no more drafts"
-    run = choose("step_rows", slots_B, step_rows_reference, step_rows_triton)
+    is_native = native.can_run(*columns, *drafts, None if cells is None else cells.table_SJ)
+    on_cpu = step_rows_native if is_native else None
+    run = choose("step_rows", slots_B, step_rows_reference, step_rows_triton, on_cpu)
     return run(columns, drafts, slots_B, context_starts_B, cells, num_drafts, vocab_size, num_positions)

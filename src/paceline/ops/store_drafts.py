@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.ops.dispatch import choose, kernel, tl, triton
+from paceline.ops.native import steps as native
 from paceline.ops.sample_tokens import NO_TOKEN
 from paceline.ops.step_rows import WaitingDrafts
 
@@ -158,5 +159,6 @@ def store_drafts(
         wanted_B: int64, drafts to keep of each block; None keeps all.
     """
     assert ids_BK.shape[1] <= drafts.ids_SK.shape[1], "a block is no longer than the place for it"
-    run = choose("store_drafts", slots_B, store_drafts_reference, store_drafts_triton)
+    on_cpu = native.store_drafts if native.can_run(*drafts) else None
+    run = choose("store_drafts", slots_B, store_drafts_reference, store_drafts_triton, on_cpu)
     run(drafts, slots_B, ids_BK, candidate_ids_BKC, log_q_BKC, wanted_B, waiting_B)

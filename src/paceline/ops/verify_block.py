@@ -34,11 +34,10 @@ from torch import Tensor
 from paceline.errors import ShapeError
 from paceline.ops import acceptance, noise
 from paceline.ops.acceptance import VERIFY_METHODS, RowsBehind, VerifyMethod, at_row, is_lossless
-from paceline.ops.dispatch import choose, needs_gradient
+from paceline.ops.dispatch import choose
 from paceline.ops.finalise_block import SOUND, Verdict, fault_of_rows, finalise_block_triton
 from paceline.ops.finalise_rows import finalise_rows_triton
-from paceline.ops.native import choices as native
-from paceline.ops.native.rows import can_run
+from paceline.ops.native import steps as native
 from paceline.ops.sample_tokens import NO_TOKEN, pick_largest
 from paceline.ops.stop_row import row_masses_triton, stop_noise_triton
 from paceline.ops.target_distribution import rows_are_greedy, temper_logits_reference, temper_logits_triton
@@ -118,7 +117,8 @@ def verify_block(
     _check_shapes(draft_ids_BK, processed_BLV, candidate_ids_BKC, log_q_BKC)
     settings = (temperature_B, seed_B, anchor_position_B, step_B)
     if all_greedy:
-        judge = choose("verify_greedily", processed_BLV, verify_greedily_reference, verify_greedily_triton)
+        on_cpu = verify_greedily_native if native.can_verify(processed_BLV) else None
+        judge = choose("verify_greedily", processed_BLV, verify_greedily_reference, verify_greedily_triton, on_cpu)
         return judge(draft_ids_BK, processed_BLV, *settings)
     run = choose("verify_block", processed_BLV, verify_block_reference, verify_block_triton)
     return run(draft_ids_BK, processed_BLV, candidate_ids_BKC, log_q_BKC, *settings, method, is_tempered)
@@ -232,9 +232,7 @@ def verify_greedily_reference(
     step_B: Tensor,
 ) -> VerifiedBlock:
     """One argmax over the logits; nothing of the settings is read."""
-    # torch looks at one number after the other in 16 bits
-    is_native = can_run(processed_BLV) and not needs_gradient(processed_BLV)
-    best_BL, argmax_ids_BL = native.largest(processed_BLV) if is_native else processed_BLV.max(dim=-1)
+    best_BL, argmax_ids_BL = processed_BLV.max(dim=-1)
     fault_BL = fault_of_rows(best_BL)
     is_kept_BK = draft_ids_BK.eq(argmax_ids_BL[:, :-1]) & (fault_BL[:, :-1] == SOUND)
     return _stopped_at(acceptance.count_leading(is_kept_BK), argmax_ids_BL, fault_BL)
@@ -256,6 +254,18 @@ def verify_greedily_triton(
         tiles, draft_ids_BK, processed_BLV, nobody, *settings, step_B, "match", all_greedy=True
     )
     return VerifiedBlock(*verdict)
+
+
+def verify_greedily_native(
+    draft_ids_BK: Tensor,
+    processed_BLV: Tensor,
+    temperature_B: Tensor,
+    seed_B: Tensor,
+    anchor_position_B: Tensor,
+    step_B: Tensor,
+) -> VerifiedBlock:
+    """The same as the reference, on a CPU; rows behind the one that stops are not read."""
+    return VerifiedBlock(*native.verify_greedily(draft_ids_BK, processed_BLV).unbind())
 
 
 def _stopped_at(accepted_B: Tensor, choice_ids_BL: Tensor, fault_BL: Tensor) -> VerifiedBlock:

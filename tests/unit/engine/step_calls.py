@@ -119,7 +119,7 @@ def take_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
     for name, module in list(sys.modules.items()):
         if name.startswith("paceline.ops.") and hasattr(module, "choose") and not name.endswith("dispatch"):
-            monkeypatch.setattr(module, "choose", lambda _name, _tensor, _reference, kernel: kernel)
+            monkeypatch.setattr(module, "choose", lambda _name, _tensor, _reference, kernel, _native=None: kernel)
 
 
 def refusals(first: Sequence[str], second: Sequence[str]) -> list[str]:

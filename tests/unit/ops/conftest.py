@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
 from paceline.ops.dispatch import HAS_TRITON
+from paceline.ops.native.build import library
 
 
 def let_the_interpreter_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,10 +47,41 @@ def let_the_interpreter_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=["interpreted", pytest.param("compiled", marks=pytest.mark.gpu)])
 def kernel_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """The device whose tensors a kernel takes."""
+    return _ready_device(request.param, monkeypatch)
+
+
+@dataclass(frozen=True)
+class Version:
+    """What takes the place of a reference.
+
+    Attributes:
+        device: whose tensors it takes.
+        is_native: a call of the native library; else a kernel.
+    """
+
+    device: torch.device
+    is_native: bool
+
+    def of(self, launcher: Callable[..., Any], native: Callable[..., Any]) -> Callable[..., Any]:
+        """The one of the two that is tried."""
+        return native if self.is_native else launcher
+
+
+@pytest.fixture(params=["native", "interpreted", pytest.param("compiled", marks=pytest.mark.gpu)])
+def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Version:
+    """A kernel, or the native library, for operations that have both."""
+    if request.param != "native":
+        return Version(_ready_device(request.param, monkeypatch), is_native=False)
+    if library() is None:
+        pytest.skip("no native operations on this machine")
+    return Version(torch.device("cpu"), is_native=True)
+
+
+def _ready_device(form: str, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     if not HAS_TRITON:
         pytest.skip("Triton is not installed")
     is_interpreting = os.environ.get("TRITON_INTERPRET") == "1"
-    if is_interpreting != (request.param == "interpreted"):
+    if is_interpreting != (form == "interpreted"):
         pytest.skip("Triton either interprets (TRITON_INTERPRET=1) or compiles")
     if is_interpreting:
         let_the_interpreter_count(monkeypatch)

@@ -1,9 +1,10 @@
-"""What a verdict changes: worked steps, and the kernel against the reference with every slot compared."""
+"""What a verdict changes: worked steps, and what replaces the reference against it with every slot compared."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from tests.unit.ops.conftest import Version
 from tests.unit.ops.slot_cases import VOCAB_SIZE, assert_same, moved, odd_slots
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from paceline.ops.commit_step import (
     NUM_ZERO_Q,
     POSITION,
     commit_step,
+    commit_step_native,
     commit_step_reference,
     commit_step_triton,
 )
@@ -62,14 +64,15 @@ def test_a_verdict_moves_a_request_on_and_is_reported() -> None:
 @pytest.mark.parametrize("num_drafts", [0, 1, 3, 4])
 @pytest.mark.parametrize("slots", [[3], [5, 0, 6, 1, 4, 3]])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_kernel_agrees_with_the_reference(
-    kernel_device: torch.device, num_drafts: int, slots: list[int], seed: int
+def test_every_version_agrees_with_the_reference(
+    version: Version, num_drafts: int, slots: list[int], seed: int
 ) -> None:
     columns, waiting, *rest, verdict = case(num_drafts, slots, seed=seed)
-    whole, kept, *others = moved((columns.whole_SX, waiting, *rest), kernel_device)
-    there = Verdict(*moved(verdict, kernel_device))
+    whole, kept, *others = moved((columns.whole_SX, waiting, *rest), version.device)
+    there = Verdict(*moved(verdict, version.device))
     expected = commit_step_reference(columns.whole_SX, waiting, *rest, verdict)
-    assert_same(commit_step_triton(whole, kept, *others, there), expected)
+    run = version.of(commit_step_triton, commit_step_native)
+    assert_same(run(whole, kept, *others, there), expected)
     assert_same((whole, kept), (columns.whole_SX, waiting))
     assert len(slots) == 1 or 0 < columns.whole_SX[torch.tensor(slots), IS_ALIVE].sum() < len(slots)
 
@@ -88,15 +91,17 @@ def test_the_kernel_agrees_with_the_reference(
     ],
 )
 def test_ends_that_a_device_can_see(
-    kernel_device: torch.device, length: int, accepted: int, tokens: list[int], fault: int, goes_on: bool
+    version: Version, length: int, accepted: int, tokens: list[int], fault: int, goes_on: bool
 ) -> None:
     columns, waiting, *_ = case(1, [0])
     columns.whole_SX[0, [LIMIT, IS_ALIVE]] = torch.tensor([30, 1])
     columns.whole_SX[0, FIRST_STOP:] = torch.tensor([9, -1, -1, -1, -1, -1, -1, 40])
     draft, bonus = tokens
     numbers = (torch.tensor([value]) for value in (0, length, length))
-    verdict = Verdict(*(torch.tensor([value]).to(kernel_device) for value in (accepted, bonus, fault, 0)))
-    whole, kept = columns.whole_SX.to(kernel_device), waiting.to(kernel_device)
-    slots, starts, positions = (value.to(kernel_device) for value in numbers)
-    commit_step_triton(whole, kept, slots, starts, positions, torch.tensor([[draft]]).to(kernel_device), verdict)
+    device = version.device
+    verdict = Verdict(*(torch.tensor([value]).to(device) for value in (accepted, bonus, fault, 0)))
+    whole, kept = columns.whole_SX.to(device), waiting.to(device)
+    slots, starts, positions = (value.to(device) for value in numbers)
+    run = version.of(commit_step_triton, commit_step_native)
+    run(whole, kept, slots, starts, positions, torch.tensor([[draft]]).to(device), verdict)
     assert bool(whole[0, IS_ALIVE]) is goes_on

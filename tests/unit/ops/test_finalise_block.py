@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.unit.ops.blocks import Block, odd_block
+from tests.unit.ops.conftest import Version
 from torch import Tensor
 
 from paceline.ops import acceptance, stop_row, verify_block, vocab_statistics
@@ -19,6 +20,7 @@ from paceline.ops.verify_block import (
     VerifiedBlock,
     verify_block_reference,
     verify_block_triton,
+    verify_greedily_native,
     verify_greedily_reference,
     verify_greedily_triton,
 )
@@ -172,8 +174,8 @@ def test_ids_without_probability_are_left_out_by_the_kernels_themselves(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("B", "K", "V", "C"), [*SHAPES, (3, 0, 40, 2)])
-def test_greedy_kernels_decide_as_one_argmax_does(
-    kernel_device: torch.device, B: int, K: int, V: int, C: int, dtype: torch.dtype
+def test_greedy_versions_decide_as_one_argmax_does(
+    version: Version, B: int, K: int, V: int, C: int, dtype: torch.dtype
 ) -> None:
     """Whatever the temperatures say: that every request is greedy is the host's word."""
     block = odd_block(B, K, V, C, seed=V, is_tied=True)
@@ -181,9 +183,10 @@ def test_greedy_kernels_decide_as_one_argmax_does(
     block = block._replace(
         logits=block.logits.to(dtype), drafts=torch.where(torch.rand(B, K) < 0.7, best, block.drafts)
     )
-    there = block.on(kernel_device)
+    there = block.on(version.device)
     expected = as_lists(verify_greedily_reference(block.drafts, block.logits, *block.settings))
-    assert as_lists(verify_greedily_triton(there.drafts, there.logits, *there.settings)) == expected
+    run = version.of(verify_greedily_triton, verify_greedily_native)
+    assert as_lists(run(there.drafts, there.logits, *there.settings)) == expected
 
 
 def test_nothing_left_of_p_falls_back_to_p(monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device) -> None:

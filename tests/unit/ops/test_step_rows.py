@@ -1,13 +1,21 @@
-"""The rows of a step, request by request, and the kernel against the reference."""
+"""The rows of a step, request by request, and what replaces the reference against it."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from tests.unit.ops.conftest import Version
 from tests.unit.ops.slot_cases import BLOCK_SIZE, MAX_BLOCKS, VOCAB_SIZE, assert_same, moved, odd_slots, tables
 
 from paceline.ops.slot_columns import ANCHOR, IS_ALIVE, LENGTH, SEED, STEP, TEMPERATURE, SlotColumns
-from paceline.ops.step_rows import CacheCells, WaitingDrafts, step_rows, step_rows_reference, step_rows_triton
+from paceline.ops.step_rows import (
+    CacheCells,
+    WaitingDrafts,
+    step_rows,
+    step_rows_native,
+    step_rows_reference,
+    step_rows_triton,
+)
 
 NUM_SLOTS = 7
 NUM_POSITIONS = 9
@@ -62,8 +70,8 @@ def test_rows_are_what_plain_numbers_give(num_drafts: int) -> None:
 @pytest.mark.parametrize("num_candidates", [0, 3])
 @pytest.mark.parametrize("is_bare", [False, True])
 @pytest.mark.parametrize("num_requests", [1, 6])
-def test_the_kernel_agrees_with_the_reference(
-    kernel_device: torch.device, num_drafts: int, num_candidates: int, is_bare: bool, num_requests: int
+def test_every_version_agrees_with_the_reference(
+    version: Version, num_drafts: int, num_candidates: int, is_bare: bool, num_requests: int
 ) -> None:
     columns, drafts = odd_slots(NUM_SLOTS, 4, num_candidates, seed=num_drafts)
     slots = torch.tensor([5, 0, 2, -1, NUM_SLOTS, 3][-num_requests:])
@@ -72,12 +80,13 @@ def test_the_kernel_agrees_with_the_reference(
     if num_candidates == 0 or is_bare:
         drafts = WaitingDrafts(drafts.ids_SK, None, None)
     expected = step_rows_reference(columns, drafts, slots, context, cells, num_drafts, VOCAB_SIZE, NUM_POSITIONS)
-    found = step_rows_triton(
-        SlotColumns(*moved(columns, kernel_device)),
-        WaitingDrafts(*moved(drafts, kernel_device)),
-        slots.to(kernel_device),
-        None if context is None else context.to(kernel_device),
-        None if cells is None else CacheCells(cells.table_SJ.to(kernel_device), cells.block_size),
+    device = version.device
+    found = version.of(step_rows_triton, step_rows_native)(
+        SlotColumns(*moved(columns, device)),
+        WaitingDrafts(*moved(drafts, device)),
+        slots.to(device),
+        None if context is None else context.to(device),
+        None if cells is None else CacheCells(cells.table_SJ.to(device), cells.block_size),
         num_drafts,
         VOCAB_SIZE,
         NUM_POSITIONS,
@@ -86,12 +95,14 @@ def test_the_kernel_agrees_with_the_reference(
     assert (found.token_ids_BT >= 0).all() and (found.token_ids_BT < VOCAB_SIZE).all()
 
 
-def test_a_row_beyond_the_table_goes_to_block_0_and_never_to_the_row_of_zeros(kernel_device: torch.device) -> None:
+def test_a_row_beyond_the_table_goes_to_block_0_and_never_to_the_row_of_zeros(version: Version) -> None:
+    device = version.device
     columns, drafts = odd_slots(2, 3, 0)
     columns.whole_SX[0, LENGTH], columns.whole_SX[0, IS_ALIVE] = BLOCK_SIZE * MAX_BLOCKS - 1, 1
-    bare = WaitingDrafts(drafts.ids_SK.to(kernel_device), None, None)
-    cells = CacheCells(tables(2).table_SJ.to(kernel_device), BLOCK_SIZE)
-    columns = SlotColumns(*(array.to(kernel_device) for array in columns))
-    found = step_rows_triton(columns, bare, torch.tensor([0], device=kernel_device), None, cells, 3, VOCAB_SIZE, 99)
+    bare = WaitingDrafts(drafts.ids_SK.to(device), None, None)
+    cells = CacheCells(tables(2).table_SJ.to(device), BLOCK_SIZE)
+    columns = SlotColumns(*(array.to(device) for array in columns))
+    run = version.of(step_rows_triton, step_rows_native)
+    found = run(columns, bare, torch.tensor([0], device=device), None, cells, 3, VOCAB_SIZE, 99)
     assert found.cells_BT is not None
     assert found.cells_BT.tolist() == [[BLOCK_SIZE - 1, 1, 1, 2]]

@@ -1,11 +1,13 @@
-"""Keeping a block of drafts: worked cases, and the kernel against the reference with every slot compared."""
+"""Keeping a block of drafts: worked cases, and what replaces the reference against it with every slot compared."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from tests.unit.ops.conftest import Version
 from tests.unit.ops.slot_cases import VOCAB_SIZE, assert_same, moved, odd_slots
 
+from paceline.ops.native import steps as native
 from paceline.ops.step_rows import WaitingDrafts
 from paceline.ops.store_drafts import store_drafts, store_drafts_reference, store_drafts_triton
 
@@ -31,8 +33,8 @@ def test_what_is_wanted_is_kept_and_counted() -> None:
 @pytest.mark.parametrize("has_q", [False, True])
 @pytest.mark.parametrize("has_wanted", [False, True])
 @pytest.mark.parametrize("num_requests", [1, 3])
-def test_the_kernel_agrees_with_the_reference(
-    kernel_device: torch.device,
+def test_every_version_agrees_with_the_reference(
+    version: Version,
     num_drafts: int,
     num_candidates: int,
     has_q: bool,
@@ -47,10 +49,10 @@ def test_the_kernel_agrees_with_the_reference(
     wanted = torch.tensor([2, 9, 0])[:num_requests] if has_wanted else None
     if num_candidates == 0:
         drafts = WaitingDrafts(drafts.ids_SK, None, None)
-    there = WaitingDrafts(*moved(drafts, kernel_device))
-    arguments = moved((slots, ids, candidates, log_q, wanted), kernel_device)
+    there = WaitingDrafts(*moved(drafts, version.device))
+    arguments = moved((slots, ids, candidates, log_q, wanted), version.device)
     waiting = torch.full((num_requests, 5), 7)
-    found = waiting.to(kernel_device, copy=True)
+    found = waiting.to(version.device, copy=True)
     store_drafts_reference(drafts, slots, ids, candidates, log_q, wanted, waiting[:, 3])
-    store_drafts_triton(there, *arguments, found[:, 3])  # type: ignore[arg-type]
+    version.of(store_drafts_triton, native.store_drafts)(there, *arguments, found[:, 3])
     assert_same((there, found), (drafts, waiting))

@@ -31,6 +31,7 @@ _SOURCES = (
     "layer.c",
     "context.c",
     "choices.c",
+    "steps.c",
     "finite_copy.c",
 )
 _HEADERS = ("common.h", "layers.h", "products.h")
@@ -52,18 +53,24 @@ _ARGUMENTS = {
     "paceline_convolve": [
         *(_POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _INT),
     ],
-    "paceline_largest": [_POINTER, _SIZE, _POINTER, _POINTER, _SIZE, _SIZE, _INT],
     "paceline_top_k": [_POINTER, _SIZE, _POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _INT],
     "paceline_walk": [
         *(_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER),
         *(_SIZE, _SIZE, _SIZE, _SIZE, _INT),
     ],
+    "paceline_step_rows": [*([_POINTER] * 16), *([_SIZE] * 9)],
+    "paceline_block_rows": [*([_POINTER] * 8), *([_SIZE] * 6)],
+    "paceline_verify_greedily": [_POINTER, _POINTER, _SIZE, _SIZE, _INT, _POINTER, _SIZE, _SIZE, _SIZE, _INT],
+    "paceline_commit_step": [*([_POINTER] * 12), *([_SIZE] * 4)],
+    "paceline_store_drafts": [*([_POINTER] * 9), *([_SIZE] * 6)],
     "paceline_copy_if_finite": [_POINTER, _INT, _POINTER, _INT, _SIZE, _POINTER, _INT],
     "paceline_attend": [_POINTER, _INT],
     "paceline_layer": [_POINTER, _POINTER],
     "paceline_layers": [_POINTER, _SIZE, _SIZE, _POINTER],
     "paceline_write_context": [_POINTER, _POINTER],
 }
+# Those that say whether a number pointed outside of what there is.
+_ANSWERING = ("paceline_step_rows", "paceline_block_rows", "paceline_commit_step", "paceline_store_drafts")
 
 
 @functools.cache
@@ -152,5 +159,5 @@ def _load(path: Path) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(path))
     for name, arguments in _ARGUMENTS.items():
         function = getattr(loaded, name)
-        function.argtypes, function.restype = arguments, None
+        function.argtypes, function.restype = arguments, _INT if name in _ANSWERING else None
     return loaded

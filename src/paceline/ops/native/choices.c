@@ -1,34 +1,7 @@
-/* What is chosen from scores: the largest, the k best, and a walk through the candidates of a draft block. */
+/* What is chosen from scores: the k best, and a walk through the candidates of a draft block. */
 #include "common.h"
 
 #define MOST_KEPT 64
-
-/* The largest number of each row and the first place where it stands; NaN counts as the largest. */
-void paceline_largest(
-    const bfloat *from, int64_t stride, bfloat *largest, int64_t *index, int64_t num_rows, int64_t width,
-    int32_t num_threads) {
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows > 1)
-    for (int64_t row = 0; row < num_rows; row++) {
-        const bfloat *x = from + row * stride;
-        __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), place = lane, at_best = lane;
-        __m512 best = _mm512_set1_ps(-INFINITY);
-        __mmask16 is_nan = 0;
-        for (int64_t at = 0; at < width; at += LANES) {
-            __mmask16 lanes = first_lanes(width - at);
-            __m512 here = load_wide(x + at, lanes);
-            __mmask16 is_more = _mm512_mask_cmp_ps_mask(lanes, here, best, _CMP_GT_OQ);
-            is_nan |= _mm512_mask_cmp_ps_mask(lanes, here, here, _CMP_UNORD_Q);
-            best = _mm512_mask_mov_ps(best, is_more, here);
-            at_best = _mm512_mask_mov_epi32(at_best, is_more, place);
-            place = _mm512_add_epi32(place, _mm512_set1_epi32(LANES));
-        }
-        __mmask16 is_best = _mm512_cmp_ps_mask(best, _mm512_set1_ps(_mm512_reduce_max_ps(best)), _CMP_EQ_OQ);
-        int64_t first = _mm512_mask_reduce_min_epi32(is_best, at_best);
-        if (is_nan) for (first = 0; (x[first] & 0x7FFF) <= 0x7F80;) first++;
-        index[row] = first;
-        largest[row] = x[first];
-    }
-}
 
 /* The k best numbers of each row and their places, best first, of equal ones the first first; k at most MOST_KEPT. */
 void paceline_top_k(

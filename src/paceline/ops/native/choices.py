@@ -1,4 +1,4 @@
-"""What is chosen from scores in bf16 on a CPU: the largest, the k best, and a walk through a draft block's candidates.
+"""What is chosen from scores in bf16 on a CPU: the k best, and a walk through a draft block's candidates.
 
 Each gives what the operation of its name elsewhere in `ops` gives, in one call of the native library: torch takes one
 number after the other in 16 bits, and dozens of operations for a walk.
@@ -18,23 +18,6 @@ from paceline.ops.native.build import loaded_library
 from paceline.ops.native.rows import can_run, flat_rows
 
 MOST_KEPT: Final = 64  # of the C file
-
-
-def largest(x_RV: Tensor) -> tuple[Tensor, Tensor]:
-    """`x.max(dim=-1)` of at least one column: values and int64 indices, the first of equal ones; NaN is the largest."""
-    rows = flat_rows(x_RV, x_RV.shape[-1])
-    values = torch.empty(x_RV.shape[:-1], dtype=torch.bfloat16)
-    indices = torch.empty(x_RV.shape[:-1], dtype=torch.int64)
-    loaded_library().paceline_largest(
-        rows.data_ptr(),
-        rows.stride(0),
-        values.data_ptr(),
-        indices.data_ptr(),
-        rows.shape[0],
-        rows.shape[1],
-        torch.get_num_threads(),
-    )
-    return values, indices
 
 
 def can_find_top_k(x_RV: Tensor, k: int) -> bool:

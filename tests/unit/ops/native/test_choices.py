@@ -16,23 +16,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("width", [1, 15, 16, 100, 4096])
-def test_the_largest_is_the_first_of_equal_ones(width: int) -> None:
-    x = torch.randint(-3, 3, (3, 5, width), generator=torch.Generator().manual_seed(0)).bfloat16()
-    x[0, 0] = -torch.inf
-    x[0, 1] = -7.0
-    x[1, 2, width // 2] = torch.nan
-    values, indices = native.largest(x)
-    assert torch.equal(indices, _first(x))
-    assert torch.equal(values.nan_to_num(nan=100.0), x.nan_to_num(nan=100.0).amax(-1))
-    assert values[1, 2].isnan()
-
-
-def _first(x: Tensor) -> Tensor:
-    found = x.double().nan_to_num(nan=100.0, neginf=-200.0)
-    return (found == found.amax(-1, keepdim=True)).long().argmax(-1)
-
-
 @pytest.mark.parametrize(("width", "k"), [(1, 1), (7, 7), (100, 16), (4096, 16), (1000, 64), (33, 2)])
 @pytest.mark.parametrize("spread", [3, 10_000])
 def test_the_k_best_are_those_of_a_stable_sort(width: int, k: int, spread: int) -> None:
