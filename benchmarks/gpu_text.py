@@ -20,6 +20,12 @@ both run such loops until nothing is compiled or recorded any more, three at mos
 * `num_prompts_replayed`: passes of prompts in both modes' rounds that came from recordings, of `num_prompt_passes`
   where these are recorded; `num_late_recordings` were made in the rounds, which should be none: each costs tens of ms.
 
+* `lengths`: which numbers of drafts the speculative rounds judged, their share of all steps of requests, and the median
+  of what such steps took, by the wall. `believed`: what "adaptive" reckons with behind the rounds, for each number of
+  drafts that differs: ms of a step, and tokens per request; 0 is a plain step without the drafter's context.
+* `num_switched_off`, `num_probes`: how often drafting stopped, and was tried again, in the speculative rounds.
+* `plain_step_ms`: the median of what a step of the plain engine took, to be set against what is believed of it.
+
 Rows are on disk as soon as they are known; what the time does not suffice for is left out, and named.
 """
 
@@ -30,6 +36,7 @@ import gc
 import itertools
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,9 +57,12 @@ from benchmarks.serving_rows import Loop, decode_tokens_per_second, round_noise,
 from paceline.errors import EXIT_DONE
 from paceline.ops.acceptance import VERIFY_METHODS
 from paceline.trace.acceptance import AcceptanceSummary
+from paceline.trace.step import StepRecord
 
 if TYPE_CHECKING:
+    from paceline.engine.draft_length import BelievedStep
     from paceline.engine.engine import Engine
+    from paceline.engine.request import SamplingParameters
     from paceline.models.loading import LoadedDrafter, LoadedTarget
 
 NAME = "gpu-text"
@@ -142,6 +152,8 @@ def main(arguments: Sequence[str]) -> int:
             result.put({"drafter": name_of(options.draft_model), **row})
             shown = text_table([row], _SHOWN).splitlines()
             say(shown[0] + "\n" + shown[1])
+            say(f"  plain step {row['plain_step_ms']:.3f} ms; drafts judged: {row['lengths']}")
+            say(f"  believed: {row['believed']}")
             say(f"{cell.label}: {time.monotonic() - cell_began_s:.1f} s")
     if len(result.rows) == len(wanted):
         result.finish()
@@ -259,13 +271,47 @@ def measure(engines: Mapping[str, Engine], cell: Cell, options: argparse.Namespa
         return sum(getattr(after[name], field) - getattr(before[name], field) for name in names or engines)
 
     num_prompts_replayed = added("num_replayed_prompts")
+    believed = engines[SPECULATIVE].believed_steps(sampling_of(cell, options.max_tokens, 0), cell.concurrency)
     return make_row(cell, loops[PLAIN], loops[SPECULATIVE]) | {
         "num_replayed": added("num_replayed_steps", SPECULATIVE),
         "num_steps": added("num_steps", SPECULATIVE),
         "num_prompts_replayed": num_prompts_replayed,
         "num_prompt_passes": num_prompts_replayed + added("num_unrecorded_prompts"),
         "num_late_recordings": added("num_recordings"),
+        "num_switched_off": added("num_switched_off", SPECULATIVE),
+        "num_probes": added("num_probes", SPECULATIVE),
+        "plain_step_ms": _median_ms([record for loop in loops[PLAIN] for record in loop.records]),
+        "lengths": lengths_of([record for loop in loops[SPECULATIVE] for record in loop.records]),
+        "believed": believed_text(believed),
     }
+
+
+def lengths_of(records: Sequence[StepRecord]) -> str:
+    """Numbers of drafts judged, with their shares and what their steps took."""
+    by_length: defaultdict[int, list[StepRecord]] = defaultdict(list)
+    for record in records:
+        by_length[record.num_draft_tokens].append(record)
+    return ", ".join(
+        f"{length}: {len(found) / len(records):.0%} {_median_ms(found):.3f} ms"
+        for length, found in sorted(by_length.items())
+    )
+
+
+def believed_text(steps: Sequence[BelievedStep]) -> str:
+    """What is believed of each number of drafts; of those that cost the same, of the largest."""
+    ends = [one for one, more in itertools.zip_longest(steps, steps[1:]) if more is None or one.step_ms != more.step_ms]
+    return ", ".join(f"{one.num_drafts}: {one.step_ms:.3f} ms {one.tokens:.2f}" for one in ends)
+
+
+def _median_ms(records: Sequence[StepRecord]) -> float:
+    return float(np.median([record.step_ms for record in records]))
+
+
+def sampling_of(cell: Cell, max_tokens: int, index: int) -> SamplingParameters:
+    """What a prompt of a cell is asked with."""
+    from paceline.engine.request import SamplingParameters
+
+    return SamplingParameters(max_tokens=max_tokens, temperature=cell.temperature, seed=index)
 
 
 def warm_up(engine: Engine, cell: Cell, max_tokens: int) -> int:
@@ -285,11 +331,9 @@ def warm_up(engine: Engine, cell: Cell, max_tokens: int) -> int:
 
 def run_loop(engine: Engine, prompts: Prompts, cell: Cell, max_tokens: int) -> Loop:
     """One closed loop."""
-    from paceline.engine.request import SamplingParameters
 
     def add(index: int) -> None:
-        sampling = SamplingParameters(max_tokens=max_tokens, temperature=cell.temperature, seed=index)
-        engine.add_request(prompts[index], sampling, request_id=str(index))
+        engine.add_request(prompts[index], sampling_of(cell, max_tokens, index), request_id=str(index))
 
     def step() -> Iterator[Piece]:
         for delta in engine.step():

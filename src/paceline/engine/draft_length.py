@@ -69,6 +69,20 @@ class JudgedBlock(NamedTuple):
     num_accepted: int
 
 
+class BelievedStep(NamedTuple):
+    """What a choice is believed to come to.
+
+    Attributes:
+        num_drafts: per request.
+        step_ms: of the step; with 0 drafts, of one that keeps no context.
+        tokens: that it gives each request, on average.
+    """
+
+    num_drafts: int
+    step_ms: float
+    tokens: float
+
+
 class AcceptanceRates:
     """Chances that each draft is kept if those before it are, from recent steps.
 
@@ -251,6 +265,11 @@ class DraftLengthController:
         drafted = [max(count, step.num_fixed) for count in range(self._num_draft_tokens + 1)]
         plain_ms = costs.plain_ms(step.num_requests)
         return [costs.step_ms(step.num_requests, count) if count > 0 else plain_ms for count in drafted]
+
+    def believed(self, step: StepAhead) -> list[BelievedStep]:
+        """All choices for a step, for whoever wants to understand one."""
+        each = zip(self.believed_ms(step), self.expected_tokens(step), strict=True)
+        return [BelievedStep(count, ms, tokens / step.num_requests) for count, (ms, tokens) in enumerate(each)]
 
     def _best(self, step: StepAhead, last: int) -> int:
         """The length with the best pace; the last one, unless another is clearly better."""

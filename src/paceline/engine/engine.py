@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from paceline.engine.block_stats import BlockStats
 from paceline.engine.counters import EngineStats
+from paceline.engine.draft_length import BelievedStep
 from paceline.engine.generating import run_prompts, stream_prompt
 from paceline.engine.intake import Intake
 from paceline.engine.loop import EngineLoop
@@ -22,8 +23,10 @@ from paceline.engine.proposal import Proposer
 from paceline.engine.request import QueueOptions, RequestDelta, RequestResult, SamplingParameters
 from paceline.engine.running import RunningRequest
 from paceline.engine.sampling import samples_of
+from paceline.engine.sampling_flags import SamplingFlags
 from paceline.engine.settings import EngineSettings
 from paceline.engine.start_checks import check_at_start
+from paceline.engine.step_kind import StepAhead, StepKind, TextKind
 from paceline.errors import EngineClosedError, RequestError
 from paceline.models.loading import LoadedDrafter, LoadedTarget
 
@@ -260,6 +263,23 @@ class Engine:
             loop.parts.stats(),
             short_list=loop.parts.short_list,
         )
+
+    def believed_steps(self, sampling: SamplingParameters, num_requests: int) -> list[BelievedStep]:
+        """What "adaptive" reckons with at this moment, for each number of drafts.
+
+        Args:
+            sampling: of the requests of a step.
+            num_requests: in it, all alike.
+
+        Returns:
+            From 0 drafts on; nothing where nobody has adapted yet.
+        """
+        controller = self._loop.drafting.planner.controller
+        if controller is None:
+            return []
+        flags = SamplingFlags.of([sampling])
+        text = TextKind(not flags.all_greedy, flags.any_rules)
+        return controller.believed(StepAhead(StepKind.of(flags), num_requests, ((text, num_requests),)))
 
     def clear_prefix_cache(self) -> int:
         """Forget cached text that no running request uses; returns how many blocks that were."""

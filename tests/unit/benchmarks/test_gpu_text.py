@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -7,13 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 from benchmarks import gpu_text
-from benchmarks.gpu_text import Cell, make_row, num_prompts, parse, read_prompts, reader_speeds
+from benchmarks.gpu_text import (
+    Cell,
+    believed_text,
+    lengths_of,
+    make_row,
+    num_prompts,
+    parse,
+    read_prompts,
+    reader_speeds,
+)
 from benchmarks.growing_result import read_growing
 from benchmarks.peers.closed_loop import TimedAnswer
 from benchmarks.serving_rows import Loop
 from tests import tiny
 
 from paceline.capture.token_file import Conversation, write_token_file
+from paceline.engine.draft_length import BelievedStep
 from paceline.trace.step import StepRecord
 
 SMALL = ["--device", "cpu", "--dtype", "float32", "--concurrency", "1", "2", "--num-prompts", "3", "--max-tokens", "6"]
@@ -48,7 +59,29 @@ def test_rows_have_the_keys_that_readers_expect(tmp_path: Path, capsys: pytest.C
         assert row["num_same"] == (3 if row["temperature"] == 0 else None), "float32, row-invariant"
         assert row["drafted_share"] == 1.0 and row["num_replayed"] == 0 < row["num_steps"]
         assert row["num_prompts_replayed"] == row["num_prompt_passes"] == row["num_late_recordings"] == 0
+        assert row["plain_step_ms"] > 0 and row["lengths"].startswith(("0: ", "7: ")) and row["believed"] == ""
     assert "total_ratio" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("_tiny_models")
+def test_a_row_says_which_lengths_were_taken_and_what_was_believed_of_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = conversations(tmp_path / "texts.npz", 10, 3)
+    arguments = ["--set", f"a={file}", "--temperatures", "1", "--concurrency", "2", "--out", str(tmp_path)]
+    assert gpu_text.main([*SMALL, *arguments]) == 0
+    (row,) = read_growing(tmp_path / "gpu-text.json")["rows"]
+    assert row["believed"].startswith("0: ") and row["believed"].count(" ms ") >= 2
+    assert f"believed: {row['believed']}" in capsys.readouterr().err
+    assert row["num_switched_off"] >= 0 and row["num_probes"] >= 0
+
+
+def test_lengths_and_beliefs_are_told_in_a_line() -> None:
+    slow = replace(record(4, 1), step_ms=5.0)
+    assert lengths_of([record(4, 3), slow, slow, record(0, 0)]) == "0: 25% 1.000 ms, 4: 75% 5.000 ms"
+    steps = [BelievedStep(0, 1.0, 1.0), BelievedStep(1, 2.0, 1.5), BelievedStep(2, 3.0, 1.7), BelievedStep(3, 3.0, 1.8)]
+    assert believed_text(steps) == "0: 1.000 ms 1.00, 1: 2.000 ms 1.50, 3: 3.000 ms 1.80"
+    assert believed_text([]) == ""
 
 
 @pytest.mark.usefixtures("_tiny_models")
