@@ -95,11 +95,17 @@ class DraftStopper:
 
     def __init__(self, num_slots: int, num_draft_tokens: int, device: torch.device) -> None:
         self.estimator: AcceptanceEstimator | None = None
-        self._num_draft_tokens = num_draft_tokens
+        self._num_slots, self._num_draft_tokens = num_slots, num_draft_tokens
         self._known = KnownFeatures(
             torch.zeros(num_slots + 1, num_draft_tokens, device=device),
             torch.zeros(num_slots + 1, dtype=torch.bool, device=device),
         )
+
+    def beside(self) -> DraftStopper:
+        """Another one for the same slots, which learns for itself: for steps of another kind."""
+        other = DraftStopper(self._num_slots, self._num_draft_tokens, self._known.features_SK.device)
+        other._known = self._known  # of drafts, whichever step drew them
+        return other
 
     def observe(self, slots_B: Tensor, draft_ids_BK: Tensor, accepted_B: Tensor, plan: DevicePlan) -> None:
         """Learn from a step's verification; has to come before `hold_back` of the next blocks.

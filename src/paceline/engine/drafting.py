@@ -38,8 +38,6 @@ class Drafting:
 
     Attributes:
         planner: who gets how many drafts.
-        stopper: holds drafts back on the device; None before the first request in "adaptive" mode, and where nothing
-            is saved by that.
     """
 
     def __init__(
@@ -66,7 +64,7 @@ class Drafting:
         self._holds_back = holds_back
         self._ahead: StepAhead | None = None
         self._judged: list[JudgedBlock] = []
-        self.stopper: DraftStopper | None = None
+        self._stoppers: dict[bool, DraftStopper] = {}  # by whether a step is sampled
 
     def settle(self, request: RunningRequest) -> None:
         """Settle a request's mode, and whether drafts are made for it, before it is admitted for the first time."""
@@ -78,9 +76,22 @@ class Drafting:
             request.is_drafted = self._prepare_adapting().wants_another_request(request.step_kind)
 
     def _prepare_adapting(self) -> DraftLengthController:
-        if self.stopper is None and self._holds_back:
-            self.stopper = DraftStopper(self._settings.max_num_seqs, self.planner.num_draft_tokens, self._device)
+        if not self._stoppers and self._holds_back:
+            greedy = DraftStopper(self._settings.max_num_seqs, self.planner.num_draft_tokens, self._device)
+            self._stoppers = {False: greedy, True: greedy.beside()}
         return self.planner.prepare()
+
+    def stopper_of(self, requests: Sequence[RunningRequest]) -> DraftStopper | None:
+        """What holds back drafts of a step of these requests, on the device.
+
+        Sampled drafts are kept less often than greedy ones of which the drafter is as sure, so each learns apart.
+
+        Returns:
+            None before the first request in "adaptive" mode, and where nothing is saved by holding back.
+        """
+        if not self._stoppers:
+            return None
+        return self._stoppers[any(request.text_kind.is_sampled for request in requests)]
 
     def plan(self, requests: Sequence[RunningRequest], running: Sequence[RunningRequest]) -> DraftPlan:
         """Plan the next blocks of some requests.

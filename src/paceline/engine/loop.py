@@ -348,7 +348,7 @@ class EngineLoop:
             most_drafts=self.drafting.planner.limit(len(requests)),
             num_waiting=[each.num_waiting for each in ahead],
             rows_ahead=[each.num_rows for each in ahead],
-            stopper=self.drafting.stopper,
+            stopper=self.drafting.stopper_of(requests),
             round_rows=self._steps.rows_of,
             least_rows=self._steps.least_rows(plan),
         )

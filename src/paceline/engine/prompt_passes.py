@@ -139,7 +139,7 @@ class PromptPasses:
             self._settings,
             end=end,
             plan=lambda: self._drafting.plan([request], self._scheduler.running),
-            stopper=self._drafting.stopper,
+            stopper=self._drafting.stopper_of([request]),
         )
         self._count_pass([request], [Ahead(0, 0, 0)], [end - request.num_prefilled])
         proposer = parts.proposer if _wants_context(request) else None
@@ -163,7 +163,9 @@ class PromptPasses:
         writes_context = parts.proposer is not None and _wants_context(requests[0])
         output = self._runner.run(chunks, flags, writes_context=writes_context)
         if writes_context and plan.most > 0:
-            waiting_B = self._draft(prompt_rows(chunks, parts.state.device), plan, self._drafting.stopper, flags)
+            waiting_B = self._draft(
+                prompt_rows(chunks, parts.state.device), plan, self._drafting.stopper_of(requests), flags
+            )
             output.num_waiting_B[: len(chunks)].copy_(waiting_B)
         for request in requests:
             request.num_prefilled = request.prefill_goal

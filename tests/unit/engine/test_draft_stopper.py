@@ -68,3 +68,18 @@ def test_what_all_requests_share_is_not_copied_to_the_device() -> None:
     mixed = DraftPlan((3, 2), (0.5, 0.5, 0.5), is_adaptive=(True, False), teaches=(True, False)).on(CPU)
     found = [None if part is None else part.tolist() for part in mixed[1:]]
     assert found == [[3, 2], [0.5, 0.5, 0.5], [True, False], [True, False]]
+
+
+def test_stoppers_of_two_kinds_learn_apart_from_the_same_drafts() -> None:
+    """Whichever drew a block, the one whose step judges it learns from it, and only that one."""
+    greedy = DraftStopper(3, 3, CPU)
+    sampled = greedy.beside()
+    proposal = Proposal(IDS, confidence_BK=torch.tensor([SURE, UNSURE]))
+    for stopper in (greedy, sampled):
+        stopper.hold_back(SLOTS, proposal, plan_of())
+    assert greedy.estimator is not None and sampled.estimator is not None
+    sampled.observe(SLOTS, IDS, torch.tensor([3, 0]), plan_of())
+    assert (greedy.estimator.sums_6K[5].sum().item(), sampled.estimator.sums_6K[5].sum().item()) == (0, 4)
+    sampled.hold_back(SLOTS, Proposal(IDS), plan_of())  # one-hot: the features are not theirs
+    greedy.observe(SLOTS, IDS, torch.tensor([3, 0]), plan_of())
+    assert greedy.estimator.sums_6K[5].sum().item() == 0

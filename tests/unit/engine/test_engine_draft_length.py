@@ -266,8 +266,9 @@ def test_the_estimator_learns_from_blocks_without_rules_only(monkeypatch: pytest
     for changes, teaches in (({}, True), ({"repetition_penalty": 1.5}, False)):
         engine = Engine(target, drafter, EngineSettings(draft_length="adaptive", draft_sample_method="probabilistic"))
         engine.generate(tiny_prompts([4]), with_mode(None, temperature=1.0, seed=1, **changes))
-        assert engine._loop.drafting.stopper is not None and engine._loop.drafting.stopper.estimator is not None
-        assert (engine._loop.drafting.stopper.estimator.sums_6K[5].sum().item() > 0) == teaches
+        stoppers = engine._loop.drafting._stoppers
+        assert stoppers[True].estimator is not None and stoppers[False].estimator is None, "the request was sampled"
+        assert (stoppers[True].estimator.sums_6K[5].sum().item() > 0) == teaches
 
 
 TABLE = torch.randn(8, 8, generator=torch.Generator().manual_seed(3)).mul(1.5).log_softmax(-1)
