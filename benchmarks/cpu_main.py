@@ -10,7 +10,9 @@ Greedy, answers of at most 128 tokens; `speculative` drafts as many tokens as th
 those of decoding: ours without the prompt pass, that of transformers from the first token's arrival at a streamer to
 the last one's. `ratio_to_plain` is the median of per-prompt ratios, `low` and `high` its 95 % bootstrap interval over
 prompts, `p10` and `p90` the spread of the prompts. The floor is the bytes a token needs over the measured bandwidth.
-The second table is the row-invariant arithmetic, in which speculative ids must equal plain ids: exit code 3 if not.
+The second table has other arithmetics, each beside its own plain decoding: weights of 16 bits, where the first table's
+are in the codes of their file; and the row-invariant one, in which speculative ids must equal plain ids: exit code 3 if
+not.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
 NAME, PAST_THE_END = "cpu-main", "cpu-past-the-end"
 ADAPTIVE_MODE = "speculative-adaptive"
 MAIN_MODES = ("plain", "speculative", ADAPTIVE_MODE, "transformers")
+WIDE_MODES = ("plain-16-bits", "speculative-16-bits")
 EXACT_MODES = ("plain-row-invariant", "speculative-row-invariant")
 _NUM_WARM_UP_TOKENS = 16
 _SHOWN = (
@@ -79,6 +82,7 @@ class Bench:
     drafter: LoadedDrafter
     max_tokens: int
     num_listed_ids: int | None = None  # ids that drafts are chosen from, if not all
+    wide: tuple[LoadedTarget, LoadedDrafter] | None = None  # of `WIDE_MODES`
 
     @property
     def mean_context(self) -> float:
@@ -105,9 +109,9 @@ def main(arguments: Sequence[str]) -> int:
         on_prompt=lambda index: say(f"prompt {index + 1} of {len(bench.prompts)}"),
     )
     rows = make_rows(runs, floors(bench, runs, bandwidth))
-    print(text_table([row for row in rows if row["mode"] not in EXACT_MODES], _SHOWN))
+    print(text_table([row for row in rows if row["mode"] in MAIN_MODES], _SHOWN))
     print()
-    print(text_table([row for row in rows if row["mode"] in EXACT_MODES], [*_SHOWN[:8], "ratio_to_own_plain"]))
+    print(text_table([row for row in rows if row["mode"] not in MAIN_MODES], [*_SHOWN[:8], "ratio_to_own_plain"]))
     exact = [runs[mode] for mode in EXACT_MODES]
     same = num_same_ids(*exact)
     print(f"\nrow-invariant ids, speculative equal to plain: {same} of {len(bench.prompts)}")
@@ -157,6 +161,7 @@ def prepare(options: argparse.Namespace) -> Bench:
 
     from paceline.engine.engine import Engine, EngineSettings
     from paceline.engine.request import SamplingParameters
+    from paceline.models.layers import CODE_MODES
     from paceline.models.loading import load_drafter, load_target
 
     sampling = SamplingParameters(max_tokens=options.max_tokens, ignore_eos=options.ignore_eos)
@@ -167,6 +172,12 @@ def prepare(options: argparse.Namespace) -> Bench:
     modes["plain"] = engine_mode(target, None, sampling)
     modes["speculative"] = engine_mode(target, drafter, sampling)
     modes[ADAPTIVE_MODE] = engine_mode(target, drafter, sampling, draft_length="adaptive")
+    wide = None
+    if target.linear_mode in CODE_MODES:
+        wide_target = load_target(options.model, dtype=options.dtype, device="cpu", linear_mode="native")
+        wide = wide_target, load_drafter(options.draft_model, wide_target)
+        modes[WIDE_MODES[0]] = engine_mode(wide_target, None, sampling)
+        modes[WIDE_MODES[1]] = engine_mode(*wide, sampling)
     exact_target = load_target(options.model, dtype=options.dtype, device="cpu", linear_mode="row_invariant")
     exact_drafter = load_drafter(options.draft_model, exact_target)
     modes["plain-row-invariant"] = engine_mode(exact_target, None, sampling)
@@ -183,7 +194,7 @@ def prepare(options: argparse.Namespace) -> Bench:
         limit=options.num_prompts,
     ).prompts
     num_listed_ids = Engine(target, drafter, EngineSettings(max_num_seqs=1)).stats().num_listed_ids
-    return Bench(modes, prompts, target, drafter, options.max_tokens, num_listed_ids)
+    return Bench(modes, prompts, target, drafter, options.max_tokens, num_listed_ids, wide)
 
 
 def engine_mode(
@@ -230,25 +241,28 @@ def warm_up(bench: Bench) -> None:
 
 def floors(bench: Bench, runs: dict[str, Runs], bandwidth: float) -> dict[str, float]:
     """Tokens per second that the memory's bandwidth allows; none for steps that differ in what they read."""
-    plain = bandwidth / plain_step_bytes(bench.target, bench.mean_context)
-    per_step = bandwidth / speculative_step_bytes(bench.target, bench.drafter, bench.mean_context, bench.num_listed_ids)
-    return {
-        mode: per_step * acceptance(found).delivered_per_step if mode.startswith("speculative") else plain
-        for mode, found in runs.items()
-        if mode != ADAPTIVE_MODE
-    }
+    found = {}
+    for mode in (mode for mode in runs if mode != ADAPTIVE_MODE):
+        target, drafter = (mode in WIDE_MODES and bench.wide) or (bench.target, bench.drafter)
+        if mode.startswith("speculative"):
+            step_bytes = speculative_step_bytes(target, drafter, bench.mean_context, bench.num_listed_ids)
+            found[mode] = bandwidth / step_bytes * acceptance(runs[mode]).delivered_per_step
+        else:
+            found[mode] = bandwidth / plain_step_bytes(target, bench.mean_context)
+    return found
 
 
 def make_rows(runs: dict[str, Runs], floor_speeds: dict[str, float]) -> list[dict[str, object]]:
     """Rows of the modes that ran, main ones first."""
     rows = []
-    for mode in (mode for mode in (*MAIN_MODES, *EXACT_MODES) if mode in runs):
+    for mode in (mode for mode in (*MAIN_MODES, *WIDE_MODES, *EXACT_MODES) if mode in runs):
         row = speed_row(mode, runs[mode], runs["plain"])
         if mode in floor_speeds:
             row["floor_tokens_per_second"] = floor_speeds[mode]
             row["floor_share"] = float(np.median(speeds(runs[mode]))) / floor_speeds[mode]
-        if mode == EXACT_MODES[1]:
-            row["ratio_to_own_plain"] = float(np.median(ratios(runs[mode], runs[EXACT_MODES[0]])))
+        for own_plain, speculative in (WIDE_MODES, EXACT_MODES):
+            if mode == speculative:
+                row["ratio_to_own_plain"] = float(np.median(ratios(runs[mode], runs[own_plain])))
         rows.append(row)
     return rows
 

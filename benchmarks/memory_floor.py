@@ -54,7 +54,8 @@ def speculative_step_bytes(
     codes = codes_of(target.model.lm_head)
     if codes is not None:
         head = codes.panels.numel() * (num_listed_ids or codes.num_outputs) // codes.num_outputs
-    return plain_step_bytes(target, context_length) + _num_bytes(*weights) + head + keys_and_values
+    own = _num_bytes(*weights) - _saved_by_codes(drafter.model)
+    return plain_step_bytes(target, context_length) + own + head + keys_and_values
 
 
 def _saved_by_codes(model: nn.Module | Target) -> int:

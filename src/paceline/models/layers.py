@@ -31,7 +31,8 @@ from paceline.ops.rotary import turn_heads
 LinearMode = Literal["plain", "packed", "native", "quantized", "int8", "row_invariant", "fused"]
 # "quantized" is "native" with weights in the codes of their file, wherever they have them; "int8" multiplies those
 # codes with rows in 8 bits.
-NATIVE_MODES: tuple[LinearMode, ...] = ("native", "quantized", "int8")
+CODE_MODES: tuple[LinearMode, ...] = ("quantized", "int8")
+NATIVE_MODES: tuple[LinearMode, ...] = ("native", *CODE_MODES)
 _CODE_PACKERS = {"quantized": quantized.pack_codes, "int8": integers.pack_integers}
 RotaryRows = tuple[Tensor, Tensor]  # from `ops.rotary.expand_rotary`, for the tokens of one forward pass
 FusedRows = Tensor  # float32 [B * T, 2, R / 2], rows of a position table, for fused layers

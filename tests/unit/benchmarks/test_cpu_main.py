@@ -23,10 +23,12 @@ def tiny_bench() -> Bench:
     modes: dict[str, Mode] = {
         "plain": plain,
         "speculative": speculative,
+        "plain-16-bits": plain,
+        "speculative-16-bits": speculative,
         "plain-row-invariant": plain,
         "speculative-row-invariant": speculative,
     }
-    return Bench(modes, PROMPTS, target, drafter, 6)
+    return Bench(modes, PROMPTS, target, drafter, 6, wide=(target, drafter))
 
 
 def test_rows() -> None:
@@ -36,13 +38,15 @@ def test_rows() -> None:
     assert [row["mode"] for row in rows] == [
         "plain",
         "speculative",
+        "plain-16-bits",
+        "speculative-16-bits",
         "plain-row-invariant",
         "speculative-row-invariant",
     ]
     wanted = {"mode", "concurrency", "tokens_per_second", "ratio_to_plain", "num_prompts", "p10", "p90", "floor_share"}
     assert all(wanted <= set(row) for row in rows)
-    assert ["acceptance_length" in row for row in rows] == [False, True, False, True]
-    assert ["ratio_to_own_plain" in row for row in rows] == [False, False, False, True]
+    assert ["acceptance_length" in row for row in rows] == [False, True] * 3
+    assert ["ratio_to_own_plain" in row for row in rows] == [False, False, False, True, False, True]
     for row in rows:
         share = float(str(row["tokens_per_second"])) / float(str(row["floor_tokens_per_second"]))
         assert row["floor_share"] == pytest.approx(share)
@@ -73,7 +77,7 @@ def test_tables_and_result(
     assert printed.index("plain") < printed.index("speculative") < printed.index("plain-row-invariant")
     assert "speculative equal to plain: 2 of 2" in printed
     result = json.loads((tmp_path / "cpu-main.json").read_text())
-    assert len(result["rows"]) == 4 and "reads 1.0 GB/s" in result["machine"]
+    assert len(result["rows"]) == 6 and "reads 1.0 GB/s" in result["machine"]
 
 
 def test_no_speed_is_reported_of_another_text(

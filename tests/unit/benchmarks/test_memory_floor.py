@@ -7,6 +7,7 @@ from tests import tiny
 from tests.tiny_codes import store_target_in_codes
 
 from paceline.models.layers import Linear, set_linear_mode
+from paceline.ops.native.integers import can_run_integers
 from paceline.ops.native.quantized import can_run_quantized
 
 
@@ -51,3 +52,13 @@ def test_codes_are_read_in_place_of_the_weights_they_stand_for() -> None:
         of_codes[1] - of_codes[0]
         == of_bf16[1] - of_bf16[0] - target.model.lm_head.weight.numel() * 2 + head.panels.numel()
     )
+
+
+@pytest.mark.skipif(not can_run_integers(), reason="no products in whole numbers on this machine")
+def test_a_drafter_in_8_bits_is_read_as_such() -> None:
+    target, drafter = tiny.loaded("llama", linear_mode="native", dtype=torch.bfloat16)
+    wide = speculative_step_bytes(target, drafter, 0)
+    drafter.model.prepare_for_serving("int8")
+    linears = sum(part.weight.numel() for part in drafter.model.modules() if isinstance(part, Linear))
+    saved = wide - speculative_step_bytes(target, drafter, 0)
+    assert 0.8 * linears < saved < linears, "a byte a weight, less the scales"
