@@ -49,6 +49,11 @@ class AttentionChoice:
     def __post_init__(self) -> None:
         assert self.is_batched or not self.is_paged, "a paged pass asks the device for nothing"
 
+    @property
+    def reads_tables(self) -> bool:
+        """Whether a pass looks blocks up in the device's tables, so that rows want their cells."""
+        return self.is_batched or self.is_native
+
     @classmethod
     def for_device(
         cls,
@@ -97,7 +102,7 @@ def write_then_attend(
     """
 
     if choice.is_native and can_attend(cache):
-        return CausalNative(cache, slots_B, starts, starts_B, context_starts_B, num_rows, windows)
+        return CausalNative(cache, slots_B, starts, starts_B, context_starts_B, num_rows, windows, cells_BT)
     if choice.is_paged and can_attend_paged(cache):
         return CausalPaged(cache, slots_B, starts_B, context_starts_B, num_rows, windows, cells_BT)
     if choice.is_batched:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from paceline.engine.cache import KeyValueCache
-from paceline.ops.native.attention import LARGEST_HEAD, BlockedAttention, InLayer
+from paceline.ops.native.attention import LARGEST_HEAD, BlockedAttention, InLayer, seen_spans
+from paceline.ops.table_rows import table_rows
 
 
 def can_attend(cache: KeyValueCache) -> bool:
@@ -33,6 +34,7 @@ class CausalNative(InLayer):
         firsts_B: int64, keys at positions below do not exist; None is 0 for all.
         num_rows: T.
         windows: per layer; None for none at all.
+        cells_BT: int64, physical rows that the rows go to; None looks them up.
     """
 
     def __init__(
@@ -44,18 +46,21 @@ class CausalNative(InLayer):
         firsts_B: Tensor | None,
         num_rows: int,
         windows: Sequence[int | None] | None,
+        cells_BT: Tensor | None = None,
     ) -> None:
         self._windows = windows
-        positions_BT = starts_B.unsqueeze(1) + torch.arange(num_rows)
-        self._spans = Spans(positions_BT, firsts_B, ends_BT=None)
+        tables = cache.tables
+        if cells_BT is None:
+            cells_BT = table_rows(tables.table, slots_B, starts_B, num_rows, block_size=tables.block_size)
+        self._spans = Spans(starts_B, firsts_B, num_rows)
         self._attend = BlockedAttention(
             cache.planes,
-            cache.tables.table,
+            tables.table,
             slots_B,
             starts_B,
             num_rows=num_rows,
             end=max(starts) + num_rows,
-            write_rows_BT=cache.tables.rows_of(slots_B, positions_BT),
+            write_rows_BT=cells_BT,
         )
         self.num_threads = self._attend.num_threads
 
@@ -100,9 +105,7 @@ class BlockNative(InLayer):
         causal: Sequence[bool],
     ) -> None:
         self._windows, self._causal = windows, causal
-        ends_B1 = lengths_B.unsqueeze(1) + num_rows
-        positions_BQ = lengths_B.unsqueeze(1) + torch.arange(num_rows)
-        self._spans = Spans(positions_BQ, firsts_B, ends_BT=ends_B1.expand_as(positions_BQ))
+        self._spans = Spans(lengths_B, firsts_B, num_rows)
         self._attend = BlockedAttention(
             cache.planes,
             cache.tables.table,
@@ -134,28 +137,19 @@ class Spans:
     """What each row sees, from one position to another, by kind of layer; each kind is worked out once.
 
     Args:
-        positions_BT: int64, of the rows.
+        starts_B: int64, positions of the first rows.
         firsts_B: int64, nothing is seen below; None is 0 for all.
-        ends_BT: int64, where the keys of each row's request end; None where every layer is causal.
+        num_rows: T; behind them there are no keys.
     """
 
-    def __init__(self, positions_BT: Tensor, firsts_B: Tensor | None, *, ends_BT: Tensor | None) -> None:
-        self._positions_BT, self._firsts_B, self._ends_BT = positions_BT, firsts_B, ends_BT
+    def __init__(self, starts_B: Tensor, firsts_B: Tensor | None, num_rows: int) -> None:
+        self._starts_B, self._firsts_B, self._num_rows = starts_B, firsts_B, num_rows
         self._found: dict[Hashable, tuple[Tensor, Tensor]] = {}
 
     def of(self, window: int | None, *, is_causal: bool) -> tuple[Tensor, Tensor]:
         """The first position that each row sees, and the first that it does not see any more, int32 [B, T] both."""
         found = self._found.get((window, is_causal))
         if found is None:
-            positions_BT, ends_BT = self._positions_BT, self._ends_BT
-            lows_BT = torch.zeros_like(positions_BT) if window is None else (positions_BT - window + 1).clamp(min=0)
-            if self._firsts_B is not None:
-                lows_BT = torch.maximum(lows_BT, self._firsts_B.unsqueeze(1))
-            if is_causal:
-                highs_BT = positions_BT + 1
-            else:
-                assert ends_BT is not None, "only blocks have rows that see later ones"
-                highs_BT = ends_BT if window is None else torch.minimum(ends_BT, positions_BT + window)
-            found = lows_BT.int().contiguous(), highs_BT.int().contiguous()
+            found = seen_spans(self._starts_B, self._firsts_B, self._num_rows, window, is_causal=is_causal)
             self._found[window, is_causal] = found
         return found

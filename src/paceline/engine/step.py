@@ -36,7 +36,7 @@ from paceline.engine.sampling import LogprobsMode
 from paceline.engine.slots import SamplingFlags, SlotState
 from paceline.engine.target_cache import TargetCache, attend_rows, commit_rows, keeps_states, num_kept_rows
 from paceline.engine.transfers import HostCopy
-from paceline.engine.verifier import ChoosesOverRanks, block_logprobs, judge, judge_choices, needs_choices_alone
+from paceline.engine.verifier import block_logprobs, chooses_over_ranks, judge, judge_choices, needs_choices_alone
 from paceline.models.drafters.proposal import Proposal
 from paceline.models.taps import TapCollector
 from paceline.models.targets.target import Target
@@ -309,7 +309,7 @@ def decode_step(
         num_positions=target.position_table.shape[0],
         reads_q=has_q and reads_q(batch.verify_method),
         context_starts_B=batch.rows.context_starts_B,
-        cells=CacheCells(cache.tables.table, cache.tables.block_size) if choice.is_batched else None,
+        cells=CacheCells(cache.tables.table, cache.tables.block_size) if choice.reads_tables else None,
     )
     rows = rows_where_they_stand(batch.rows, found, choice)
     proposal = Proposal(found.draft_ids_BK, found.candidate_ids_BKC, found.log_q_BKC)
@@ -317,7 +317,7 @@ def decode_step(
     hidden_BTD = run_rows(target, fed, cache, choice, rows, found.token_ids_BT, all_count=False)
     head, logits = target.lm_head, None
     is_enough = needs_choices_alone(batch.flags, batch.verify_method, batch.grammar_mask_BTW)
-    if isinstance(head, ChoosesOverRanks) and is_enough:
+    if is_enough and chooses_over_ranks(head):
         verified = judge_choices(head, hidden_BTD, proposal.ids_BK, found, batch.flags)
     else:
         verified, logits = judge(
@@ -342,9 +342,8 @@ def decode_step(
         proposer.settle(rows, found.token_ids_BT, ends_B, verified.bonus_ids_B)
     if proposer is not None and plan is not None and plan.most > 0:
         draft_next(proposer, state, rows, plan, batch.stopper, batch.flags, output.num_waiting_B)
-    if logits is None:
-        return output
-    return replace(output, logprobs=block_logprobs(logits, output.tokens_BT, batch.flags))
+    logprobs = None if logits is None else block_logprobs(logits, output.tokens_BT, batch.flags)
+    return output if logprobs is None else replace(output, logprobs=logprobs)
 
 
 def rows_where_they_stand(rows: Rows, found: StepRows, choice: AttentionChoice) -> Rows:
@@ -353,19 +352,21 @@ def rows_where_they_stand(rows: Rows, found: StepRows, choice: AttentionChoice) 
     Requests that have ended there go on in the trash slot, at its beginning: no row needs a mask, and nothing that they
     write is read by anybody.
     """
-    rows = replace(
-        rows,
-        slots_B=found.slots_B,
-        starts_B=found.starts_B,
-        context_starts_B=found.context_starts_B,
-        positions_BT=found.positions_BT,
-        cells_BT=found.cells_BT,
+    slots, starts, firsts, firsts_B = rows.slots, rows.starts, rows.context_starts, found.context_starts_B
+    if not choice.is_batched:  # else bounds do, and the device is asked for nothing
+        slots, starts = found.slots_B.tolist(), found.starts_B.tolist()
+        firsts = None if firsts_B is None else firsts_B.tolist()
+    return Rows(
+        slots,
+        found.slots_B,
+        starts,
+        found.starts_B,
+        rows.num_rows,
+        firsts,
+        firsts_B,
+        found.positions_BT,
+        found.cells_BT,
     )
-    if choice.is_batched:  # bounds do, and the device is asked for nothing
-        return rows
-    firsts_B = rows.context_starts_B
-    firsts = None if firsts_B is None else firsts_B.tolist()
-    return replace(rows, slots=rows.slots_B.tolist(), starts=rows.starts_B.tolist(), context_starts=firsts)
 
 
 def draft_next(

@@ -7,7 +7,7 @@ B requests, K drafts, L = K + 1 rows, V vocabulary, W mask words.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -93,7 +93,6 @@ def judge(
     return JudgedBlock(verified, logits)
 
 
-@runtime_checkable
 class ChoosesOverRanks(Protocol):
     """An output head of which other processes hold the other ids: it can say what a row chooses without all scores."""
 
@@ -110,6 +109,11 @@ class ChoosesOverRanks(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Each row's own token and its score, the same in every process; -1 where the row is unsound."""
         ...
+
+
+def chooses_over_ranks(head: object) -> TypeGuard[ChoosesOverRanks]:
+    """Whether an output head is one; in every step, where `isinstance` of a protocol takes as long as an operation."""
+    return hasattr(type(head), "choose")
 
 
 def needs_choices_alone(flags: SamplingFlags, method: VerifyMethod, grammar_mask_BLW: Tensor | None) -> bool:

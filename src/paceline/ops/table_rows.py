@@ -15,6 +15,7 @@ from torch import Tensor
 
 from paceline.errors import ShapeError
 from paceline.ops.dispatch import choose, kernel, tl, triton
+from paceline.ops.native import steps as native
 
 _FIRST_ROW = 1
 _TILE = 128  # rows of a program
@@ -93,5 +94,6 @@ def table_rows(table_SJ: Tensor, slots_B: Tensor, starts_B: Tensor, num_rows: in
         raise ShapeError("starts", expected=list(slots_B.shape), found=starts_B.shape)
     if slots_B.shape[0] * num_rows == 0:
         return torch.empty(slots_B.shape[0], num_rows, dtype=torch.int64, device=slots_B.device)
-    run = choose("table_rows", slots_B, table_rows_reference, table_rows_triton)
+    on_cpu = native.table_rows if native.can_run(table_SJ) else None
+    run = choose("table_rows", slots_B, table_rows_reference, table_rows_triton, on_cpu)
     return run(table_SJ, slots_B, starts_B, num_rows, block_size)

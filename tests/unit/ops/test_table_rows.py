@@ -1,9 +1,10 @@
-"""Physical rows of a pass: one by one, past a slot's blocks, and the kernel."""
+"""Physical rows of a pass: one by one, past a slot's blocks, and what replaces the reference."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from tests.unit.ops.conftest import Version
 
 from paceline.errors import ShapeError
 from paceline.ops import table_rows as operation
@@ -31,16 +32,18 @@ def test_the_definition_agrees_with_a_loop(slots: list[int], starts: list[int], 
 
 
 @pytest.mark.parametrize(("slots", "starts", "num_rows", "size"), CASES)
-def test_the_kernel_agrees_with_the_definition(
-    kernel_device: torch.device, slots: list[int], starts: list[int], num_rows: int, size: int
+def test_every_version_agrees_with_the_definition(
+    version: Version, slots: list[int], starts: list[int], num_rows: int, size: int
 ) -> None:
-    numbers = torch.tensor([slots, starts], device=kernel_device).t().contiguous()
-    there = (TABLE.to(kernel_device), *numbers.unbind(1), num_rows, size)
-    assert torch.equal(table_rows_triton(*there), table_rows_reference(*there))
+    numbers = torch.tensor([slots, starts], device=version.device).t().contiguous()
+    there = (TABLE.to(version.device), *numbers.unbind(1), num_rows, size)
+    run = version.of(table_rows_triton, operation.native.table_rows)
+    assert torch.equal(run(*there), table_rows_reference(*there))
 
 
 def test_a_row_of_zeros_that_is_given_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operation, "_FIRST_ROW", 0)
+    monkeypatch.setattr(operation.native, "can_run", lambda *_arrays: False)
     with pytest.raises(AssertionError):
         test_the_definition_agrees_with_a_loop([2], [0], 2, 4)
 

@@ -264,3 +264,17 @@ void paceline_attend(const Attention *a, int32_t num_threads) {
 #pragma omp parallel num_threads(num_threads)
     attend_rows(a, num_threads);
 }
+
+/* The positions that rows see: those from `lows` on, up to `highs`. Behind a request's last row there are no keys. */
+void paceline_seen_spans(
+    const int64_t *starts, const int64_t *firsts, int32_t *lows, int32_t *highs, int64_t num_requests, int64_t num_rows,
+    int64_t window, int32_t is_causal) {
+    for (int64_t b = 0; b < num_requests; b++) {
+        int64_t first = firsts && firsts[b] > 0 ? firsts[b] : 0, end = starts[b] + num_rows;
+        for (int64_t row = 0; row < num_rows; row++) {
+            int64_t at = starts[b] + row, low = at - window + 1, high = is_causal ? at + 1 : at + window;
+            lows[b * num_rows + row] = (int32_t)(low < first ? first : low);
+            highs[b * num_rows + row] = (int32_t)(high > end ? end : high);
+        }
+    }
+}

@@ -18,6 +18,7 @@ from paceline.ops.native.build import loaded_library
 LARGEST_HEAD: Final = 1024  # of the C file
 _ROWS_OF_SCRATCH: Final = 24 + 4  # QUERY_TILE of layers.h, and the pointers behind
 _LANES: Final = 16
+_NO_WINDOW: Final = 2**62  # more than any context has
 
 
 class _Attention(ctypes.Structure):
@@ -181,6 +182,34 @@ class BlockedAttention:
         run.lows, run.highs = lows_BT.data_ptr(), highs_BT.data_ptr()
         run.sinks = None if sink_N is None else sink_N.data_ptr()
         return self._address
+
+
+def seen_spans(
+    starts_B: Tensor, firsts_B: Tensor | None, num_rows: int, window: int | None, *, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """The first position that each row sees, and the first that it does not see any more, int32 [B, T] both.
+
+    Args:
+        starts_B: int64, positions of the first rows; behind the last ones there are no keys.
+        firsts_B: int64, nothing is seen below; None is 0 for all.
+        num_rows: T.
+        window: tokens that a row sees to either side, itself included; None is all.
+        is_causal: no row sees a later one.
+    """
+    starts_B = starts_B.contiguous()
+    firsts_B = None if firsts_B is None else firsts_B.contiguous()
+    lows_BT, highs_BT = torch.empty(2, len(starts_B), num_rows, dtype=torch.int32).unbind()
+    loaded_library().paceline_seen_spans(
+        starts_B.data_ptr(),
+        None if firsts_B is None else firsts_B.data_ptr(),
+        lows_BT.data_ptr(),
+        highs_BT.data_ptr(),
+        len(starts_B),
+        num_rows,
+        _NO_WINDOW if window is None else window,
+        is_causal,
+    )
+    return lows_BT, highs_BT
 
 
 def _heads_together(rows_BTNH: Tensor) -> Tensor:

@@ -65,12 +65,20 @@ _ARGUMENTS = {
     "paceline_store_drafts": [*([_POINTER] * 9), *([_SIZE] * 6)],
     "paceline_copy_if_finite": [_POINTER, _INT, _POINTER, _INT, _SIZE, _POINTER, _INT],
     "paceline_attend": [_POINTER, _INT],
+    "paceline_seen_spans": [_POINTER, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _INT],
+    "paceline_table_rows": [_POINTER, _POINTER, _POINTER, _POINTER, *([_SIZE] * 5)],
     "paceline_layer": [_POINTER, _POINTER],
     "paceline_layers": [_POINTER, _SIZE, _SIZE, _POINTER],
     "paceline_write_context": [_POINTER, _POINTER],
 }
 # Those that say whether a number pointed outside of what there is.
-_ANSWERING = ("paceline_step_rows", "paceline_block_rows", "paceline_commit_step", "paceline_store_drafts")
+_ANSWERING = (
+    "paceline_step_rows",
+    "paceline_table_rows",
+    "paceline_block_rows",
+    "paceline_commit_step",
+    "paceline_store_drafts",
+)
 
 
 @functools.cache

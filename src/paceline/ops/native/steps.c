@@ -22,6 +22,27 @@ static int32_t are_slots(const int64_t *slots, int64_t num_requests, int64_t num
     return 1;
 }
 
+/* The physical row of a position that is none below 0. */
+ALWAYS_INLINE int64_t cell_of(const int32_t *blocks, int64_t num_blocks, int64_t block_size, int64_t position) {
+    int64_t block = position / block_size < num_blocks ? blocks[position / block_size] : 0;
+    int64_t cell = block * block_size + position % block_size;
+    return cell < FIRST_CELL ? FIRST_CELL : cell;
+}
+
+/* `table_rows`. */
+int32_t paceline_table_rows(
+    const int32_t *table, const int64_t *slots, const int64_t *starts, int64_t *cells, int64_t num_requests,
+    int64_t num_slots, int64_t num_blocks, int64_t block_size, int64_t num_rows) {
+    if (!are_slots(slots, num_requests, num_slots)) return 1;
+    for (int64_t b = 0; b < num_requests; b++) if (starts[b] < 0) return 1;
+    for (int64_t b = 0; b < num_requests; b++) {
+        const int32_t *blocks = table + place_of(slots[b], num_slots) * num_blocks;
+        for (int64_t row = 0; row < num_rows; row++)
+            cells[b * num_rows + row] = cell_of(blocks, num_blocks, block_size, starts[b] + row);
+    }
+    return 0;
+}
+
 /* `step_rows`. The 8 columns of `whole_out` and the 3 of `fractions_out` hold one number per request. */
 int32_t paceline_step_rows(
     const int64_t *slots, const int64_t *context_starts, const int64_t *whole, const float *fractions,
@@ -58,10 +79,7 @@ int32_t paceline_step_rows(
             }
             tokens[first + row] = draft < 0 ? anchor : draft;
             positions[first + row] = least(at, num_positions - 1);
-            if (!table) continue;
-            int64_t block = at / block_size < num_blocks ? table[slot * num_blocks + at / block_size] : 0;
-            int64_t cell = block * block_size + at % block_size;
-            cells[first + row] = cell < FIRST_CELL ? FIRST_CELL : cell;
+            if (table) cells[first + row] = cell_of(table + slot * num_blocks, num_blocks, block_size, at);
         }
         /* The first drafts of a slot lie side by side. */
         int64_t from = slot * num_kept * num_candidates, each = num_drafts * num_candidates;

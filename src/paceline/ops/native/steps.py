@@ -84,7 +84,7 @@ def step_rows(
         _whole(ids_SK),
         _whole(candidate_ids_SKC),
         _fraction(log_q_SKC),
-        None if table_SJ is None else _address(table_SJ, torch.int32),
+        None if table_SJ is None else _blocks(table_SJ),
         whole_8B.data_ptr(),
         fractions_3B.data_ptr(),
         rows,
@@ -105,6 +105,25 @@ def step_rows(
     )
     _check(is_outside, slots_B, whole_SX)
     return (whole_8B, fractions_3B), rows_3BT, (draft_ids_BK, candidate_ids_BKC, log_q_BKC)
+
+
+def table_rows(table_SJ: Tensor, slots_B: Tensor, starts_B: Tensor, num_rows: int, block_size: int) -> Tensor:
+    """Physical rows of the rows of a pass, int64 [B, T]."""
+    num_requests = slots_B.shape[0]
+    cells_BT = torch.empty(num_requests, num_rows, dtype=torch.int64)
+    slots_B, starts_B = slots_B.contiguous(), starts_B.contiguous()
+    is_outside = loaded_library().paceline_table_rows(
+        _blocks(table_SJ),
+        _whole(slots_B),
+        _whole(starts_B),
+        cells_BT.data_ptr(),
+        num_requests,
+        *table_SJ.shape,
+        block_size,
+        num_rows,
+    )
+    _check(is_outside, slots_B, table_SJ)
+    return cells_BT
 
 
 def block_rows(
@@ -241,19 +260,26 @@ def store_drafts(
 
 
 def _whole(array: Tensor | None) -> int | None:
-    return None if array is None else _address(array, torch.int64)
+    if array is None:
+        return None
+    assert array.dtype is torch.int64 and array.is_contiguous(), "the library reads numbers of this type, side by side"
+    return array.data_ptr()
 
 
 def _fraction(array: Tensor | None) -> int | None:
-    return None if array is None else _address(array, torch.float32)
-
-
-def _address(array: Tensor, dtype: torch.dtype) -> int:
-    assert array.dtype == dtype and array.is_contiguous(), "the library reads numbers of this type, one after the other"
+    if array is None:
+        return None
+    assert array.dtype is torch.float32 and array.is_contiguous(), "as above"
     return array.data_ptr()
+
+
+def _blocks(table_SJ: Tensor) -> int:
+    assert table_SJ.dtype is torch.int32 and table_SJ.is_contiguous(), "as above"
+    return table_SJ.data_ptr()
 
 
 def _check(is_outside: int, slots_B: Tensor, of_all_slots: Tensor) -> None:
     if is_outside:  # as torch would say it
         last = of_all_slots.shape[0] - 1
-        raise IndexError(f"slots {slots_B.tolist()} reach beyond slot {last}, or more drafts were kept than judged")
+        others = "a position lies below 0, or more drafts were kept than judged"
+        raise IndexError(f"slots {slots_B.tolist()} reach beyond slot {last}, {others}")

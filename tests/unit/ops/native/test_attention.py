@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.ops.attention import attention_reference
-from paceline.ops.native.attention import BlockedAttention
+from paceline.ops.native.attention import BlockedAttention, seen_spans
 from paceline.ops.native.rows import can_run
 
 pytestmark = pytest.mark.skipif(
@@ -161,3 +161,23 @@ def test_large_scores_do_not_overflow() -> None:
     case = Case([20], 2)
     case.q = (100 * case.q.float()).bfloat16()
     case.check(case.run())
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 50])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("has_firsts", [False, True])
+def test_what_rows_see(window: int | None, is_causal: bool, has_firsts: bool) -> None:
+    starts, num_rows = torch.tensor([[0, 9], [2, 9], [40, 9]])[:, 0], 4
+    firsts = torch.tensor([0, 3, 39]) if has_firsts else None
+    lows, highs = seen_spans(starts, firsts, num_rows, window, is_causal=is_causal)
+    assert lows.is_contiguous() and highs.is_contiguous() and lows.dtype == highs.dtype == torch.int32
+    for request, start in enumerate(starts.tolist()):
+        for row in range(num_rows):
+            at, first = start + row, 0 if firsts is None else int(firsts[request])
+            seen = [
+                position
+                for position in range(first, start + num_rows)
+                if (position <= at or not is_causal) and (window is None or abs(position - at) < window)
+            ]
+            found = range(int(lows[request, row]), int(highs[request, row]))
+            assert list(found) == seen, (request, row)

@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 import torch
-from tests.unit.ops.slot_cases import VOCAB_SIZE, assert_same, moved, odd_slots, tables
+from tests.unit.ops.slot_cases import BLOCK_SIZE, VOCAB_SIZE, assert_same, moved, odd_slots, tables
 from torch import Tensor
 
 from paceline.ops import dispatch
@@ -18,6 +18,7 @@ from paceline.ops.native.build import library
 from paceline.ops.slot_columns import IS_ALIVE, LENGTH, LIMIT, SlotColumns
 from paceline.ops.step_rows import WaitingDrafts, step_rows, step_rows_native, step_rows_reference
 from paceline.ops.store_drafts import store_drafts, store_drafts_reference
+from paceline.ops.table_rows import table_rows_reference
 from paceline.ops.verify_block import VerifiedBlock, verify_block, verify_greedily_native, verify_greedily_reference
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no native operations on this machine")
@@ -66,6 +67,16 @@ def test_rows_of_many_requests(seed: int) -> None:
         step_rows_native(columns, drafts, none, contexts[:0], *rest),
         step_rows_reference(columns, drafts, none, contexts[:0], *rest),
     )
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_physical_rows_of_many_requests(seed: int) -> None:
+    torch.manual_seed(seed)
+    table, block_size = tables(NUM_SLOTS)
+    slots, starts = slots_of_many(), numbers(0, 60, NUM_SLOTS + 9)
+    expected = table_rows_reference(table, slots, starts, 1 + seed, block_size)
+    assert_same(native.table_rows(table, slots, starts, 1 + seed, block_size), expected)
+    assert_same(native.table_rows(table, scattered(slots), scattered(starts), 1 + seed, block_size), expected)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -197,7 +208,11 @@ def test_slots_outside_are_refused_before_anything_is_written() -> None:
         with pytest.raises(IndexError, match="beyond slot 5"):
             native.store_drafts(drafts, slots, ids, None, None, None, two.clone())
         with pytest.raises(IndexError, match="beyond slot 5"):
+            native.table_rows(tables(5).table_SJ, slots, two, 1, BLOCK_SIZE)
+        with pytest.raises(IndexError, match="beyond slot 5"):
             commit_step_native(columns.whole_SX, drafts.ids_SK, slots, two, two, ids, Verdict(two, two, two, two))
+    with pytest.raises(IndexError, match="a position lies below 0"):
+        native.table_rows(tables(5).table_SJ, two, two - 1, 1, BLOCK_SIZE)
     with pytest.raises(IndexError, match="more drafts were kept than judged"):
         verdict = Verdict(two + 2, two, two, two)
         commit_step_native(columns.whole_SX, drafts.ids_SK, two + 1, two, two, ids, verdict)
