@@ -7,8 +7,9 @@ against its trial, and medians of the latest are held:
     cost(kind, requests, drafts) = max(trial(kind, requests, drafts) * factor(requests, drafts), host(requests))
 
 `host` is how long the host is busy with a step, where it runs beside the device: no length makes a step shorter than
-that. A size that was not run lately takes the factor that its neighbours have. So before anything else is known, a
-kind costs what its trial steps do, and a size that is not as cheap as it seems is found out after a few steps.
+that. A size that was not run lately is given the benefit of the doubt: it costs what its trial did, or less where the
+others are found to be faster. So a length that looks cheap is tried, and found out after a few steps; were it taken to
+be as slow as the others, plain decoding would never be compared by a cost of its own.
 """
 
 from __future__ import annotations
@@ -121,12 +122,12 @@ class KindCosts:
         return self._typical(cell.bucket) if own is None else own
 
     def _typical(self, bucket: int) -> float:
-        """The factor of steps of so many requests; where none is known, of all steps."""
+        """The factor of steps of so many requests, where none is known, of all steps; but no more than 1."""
         if bucket not in self._typical_factors:  # asked for many times between two steps
             known = {cell: self._current(factor) for cell, factor in self._factors.items()}
             all_of_them = [factor for factor in known.values() if factor is not None]
             beside = [factor for cell, factor in known.items() if factor is not None and cell.bucket == bucket]
-            self._typical_factors[bucket] = statistics.median(beside or all_of_them or [1.0])
+            self._typical_factors[bucket] = min(1.0, statistics.median(beside or all_of_them or [1.0]))
         return self._typical_factors[bucket]
 
     def _current(self, recent: _Recent | None) -> float | None:

@@ -56,15 +56,18 @@ def test_a_few_slow_steps_are_no_cost_and_a_lasting_change_is() -> None:
     assert costs.step_ms(1, 7) == pytest.approx(500)
 
 
-def test_lengths_and_batches_that_were_not_run_take_their_neighbours_factor() -> None:
-    """A host that cannot keep up, a longer context, rules: whatever it is, other lengths most likely suffer, too."""
+def test_what_was_not_run_is_given_the_benefit_of_the_doubt() -> None:
+    """Else plain decoding, which nobody has run yet, would seem to be as slow as whatever is found to be slow."""
     costs = KindCosts(made_up(GREEDY_STEP))
     observe(costs, 7, 40.0, times=7)
-    assert costs.step_ms(1, 0) == pytest.approx(2 * 11) and costs.plain_ms(1) == pytest.approx(2 * 9)
-    assert costs.step_ms(8, 3) == pytest.approx(2 * (10 + 4 + 2))
-    observe(costs, 0, 55.0, times=7, num_requests=5)
-    assert costs.step_ms(8, 7) == pytest.approx(5 * 20), "of 5 to 8 requests something of their own is known now"
-    assert costs.step_ms(1, 0) == pytest.approx(2 * 11)
+    assert (costs.step_ms(1, 7), costs.step_ms(1, 0), costs.plain_ms(1)) == (40, 11, 9)
+    assert costs.step_ms(8, 7) == 20
+    faster = KindCosts(made_up(GREEDY_STEP))
+    observe(faster, 7, 10.0, times=7)
+    assert (faster.step_ms(1, 0), faster.plain_ms(1), faster.step_ms(8, 3)) == (5.5, 4.5, 8)
+    observe(faster, 0, 2.2, times=7, num_requests=5)
+    assert faster.step_ms(8, 3) == pytest.approx(16 / 5), "of 5 to 8 requests something of their own is known now"
+    assert faster.step_ms(1, 0) == 5.5
 
 
 def test_a_plain_step_costs_no_more_than_one_that_keeps_the_context() -> None:
@@ -86,7 +89,7 @@ def test_no_step_is_shorter_than_the_host_is_busy_with_it() -> None:
     assert costs.step_ms(1, 0) == costs.plain_ms(1) == 15, "known before any such step was run"
     observe(costs, 0, 15.2, times=15, host_ms=15.1)
     assert costs.step_ms(1, 7) == pytest.approx(21), "how long the device took is not known from that"
-    assert costs.step_ms(8, 0) == pytest.approx(11 * 21 / 20), "of other batches neither"
+    assert costs.step_ms(8, 0) == 11, "of other batches neither"
     observe(costs, 0, 16.5, times=15, host_ms=2.0)
     assert costs.step_ms(1, 0) == pytest.approx(16.5)
 
@@ -108,5 +111,5 @@ def test_padded_lengths_share_what_is_known() -> None:
     costs = KindCosts(WholeStepCosts(steps, StepCostTable({(1, 1): 9.0})))
     observe(costs, 0, 10.0, times=7)
     observe(costs, 7, 160.0, times=7)
-    assert [costs.step_ms(1, count) for count in (3, 4, 5, 7)] == pytest.approx([60, 160, 160, 160])
+    assert [costs.step_ms(1, count) for count in (3, 4, 5, 7)] == pytest.approx([40, 160, 160, 160])
     assert [costs.verify_ms(1, count) for count in (0, 3, 7)] == [10, 10, 10], "no row is saved"
