@@ -148,18 +148,19 @@ class ContextCall:
         num_rows = rows_BT.numel()
         if positions_BT.shape != rows_BT.shape:
             raise ShapeError("positions", expected=rows_BT.shape, found=positions_BT.shape)
+        of_tap = (*rows_BT.shape, self._width)
         for tap in taps:
-            if tap.shape != (*rows_BT.shape, self._width):
-                raise ShapeError("tap", expected=[*rows_BT.shape, self._width], found=tap.shape)
+            if tap.shape != of_tap:
+                raise ShapeError("tap", expected=of_tap, found=tap.shape)
         if num_rows == 0:
             return
         assert can_store(planes, table_P2R), "the caller asks"
         assert planes.is_contiguous() and table_P2R.is_contiguous(), "as the cache and the backbone make them"
         assert rows_BT.dtype == positions_BT.dtype == torch.int64, "read by their addresses"
         rows_BT, positions_BT = rows_BT.contiguous(), positions_BT.contiguous()
-        streams = [flat_rows(tap.to(torch.bfloat16), self._width) for tap in taps]
-        addresses = self._addresses(*(stream.data_ptr() for stream in streams))
-        strides = self._strides(*(stream.stride(0) for stream in streams))
+        streams = [_as_rows(tap) for tap in taps]
+        addresses = self._addresses(*(stream.data_ptr() for stream, _ in streams))
+        strides = self._strides(*(stride for _, stride in streams))
         scratch = torch.empty(num_rows * self._scratch_width, dtype=torch.bfloat16)
         given = _Pass(
             ctypes.addressof(addresses),
@@ -176,3 +177,11 @@ class ContextCall:
             torch.get_num_threads(),
         )
         self._run(self._address, ctypes.addressof(given))
+
+
+def _as_rows(tap_BTX: Tensor) -> tuple[Tensor, int]:
+    """A tap in bf16 whose rows are equally far apart, and how far; itself where it can be."""
+    if tap_BTX.dtype == torch.bfloat16 and tap_BTX.is_contiguous():
+        return tap_BTX, tap_BTX.shape[-1]
+    rows = flat_rows(tap_BTX.to(torch.bfloat16), tap_BTX.shape[-1])
+    return rows, rows.stride(0)
