@@ -33,13 +33,13 @@ from paceline.ops.acceptance import (
     log_threshold,
     reads_q,
     residual_log_weights,
-    residual_weights,
 )
 from paceline.ops.dispatch import kernel, tl, triton
 from paceline.ops.finalise_rows import finalise_rows_triton
 from paceline.ops.noise import gumbel_of_token, key_state, uniform_of_token
 from paceline.ops.sample_tokens import NO_TOKEN
-from paceline.ops.target_distribution import GREEDY_BELOW, rows_are_greedy
+from paceline.ops.target_distribution import rows_are_greedy
+from paceline.ops.verdict_parts import load_candidates, noisiest_id, residual_of_stop, verdict_launch
 from paceline.ops.vocab_statistics import RowStatistics, VocabStatistics, join_row, join_tiles
 
 SOUND, NOT_A_NUMBER, NOTHING_LEFT = 0, 1, 2
@@ -149,13 +149,7 @@ def _read_candidates(
     lane = tl.arange(0, CANDIDATES)
     at = (request * (NUM_ROWS - 1) + k) * num_candidates + lane
     is_lane = (lane < num_candidates) & (k < NUM_ROWS - 1)
-    ids = tl.load(candidate_ptr + at, mask=is_lane, other=-1)
-    if HAS_LOG_Q:
-        log_q = tl.load(log_q_ptr + at, mask=is_lane, other=float("-inf")).to(tl.float32)
-        ids = tl.where(log_q == float("-inf"), -1, ids)
-        log_q = tl.where(ids < 0, float("-inf"), log_q)
-    else:
-        log_q = tl.where(ids < 0, float("-inf"), 0.0)
+    ids, log_q = load_candidates(candidate_ptr, log_q_ptr, at, is_lane, HAS_LOG_Q)
     logits_at = logits_ptr + (request * NUM_ROWS + k) * vocab_size + ids
     return ids, log_q, tl.load(logits_at, mask=(ids >= 0) & is_sound, other=float("-inf")).to(tl.float32)
 
@@ -253,12 +247,9 @@ def _finalise_block_kernel(
         CANDIDATES,
     )
     gumbel = gumbel_of_token(key_state(seed, position + accepted, 0), ids)
-    residual = residual_weights(logits - log_mass, log_q - stop_log_pi) + log_mass
-    is_left = (tl.max(residual, axis=0) > float("-inf")) | (noisy > float("-inf"))
+    residual, is_left = residual_of_stop(logits - log_mass, log_q - stop_log_pi, log_mass, noisy)
     weights = tl.where((draft >= 0) & is_left, residual, logits) + gumbel
-    best = tl.maximum(noisy, tl.max(weights, axis=0))
-    drawn_id = tl.min(tl.where((ids >= 0) & (weights == best), ids, 0x7FFF_FFFF_FFFF_FFFF), axis=0)
-    drawn_id = tl.minimum(drawn_id, tl.where(noisy == best, noisy_id, 0x7FFF_FFFF_FFFF_FFFF))
+    drawn_id = noisiest_id(ids, weights, noisy, noisy_id)
     bonus_id = tl.where(by_ratio, drawn_id, best_id)
     tl.store(verdict_ptr + request, accepted)
     tl.store(verdict_ptr + num_requests + request, tl.where(fault == 0, bonus_id, -1))
@@ -295,8 +286,8 @@ def finalise_block_triton(
         all_greedy: every request is greedy, whatever the temperatures say.
         is_tempered: nothing of the logits is left to be divided; has to be so for `block`.
     """
+    settings = (temperature_B, seed_B, anchor_position_B, step_B)
     if method != "block":
-        settings = (temperature_B, seed_B, anchor_position_B, step_B)
         given = GivenCandidates(candidates.ids_BKC, candidates.log_q_BKC)
         return Verdict(
             *finalise_rows_triton(
@@ -311,31 +302,18 @@ def finalise_block_triton(
             )
         )
     assert is_tempered, "`block` reads logits as they are"
-    num_requests, num_rows, vocab_size = processed_BLV.shape
-    num_tiles, num_candidates = tiles.best_BLS.shape[2], candidates.ids_BKC.shape[2]
-    verdict = torch.empty(4, num_requests, dtype=torch.int64, device=processed_BLV.device)
+    num_requests, _, vocab_size = processed_BLV.shape
+    num_tiles = tiles.best_BLS.shape[2]
+    launch = verdict_launch(draft_ids_BK, processed_BLV, candidates, *settings, tiles.best_BLS, all_greedy=all_greedy)
     with torch.cuda.device_of(processed_BLV):
         _finalise_block_kernel[(num_requests,)](
             *(values.contiguous() for values in tiles),
-            draft_ids_BK.contiguous(),
-            processed_BLV.contiguous(),
-            candidates.ids_BKC.contiguous(),
-            tiles.best_BLS if candidates.log_q_BKC is None else candidates.log_q_BKC.contiguous(),
-            temperature_B.contiguous(),
-            seed_B.contiguous(),
-            anchor_position_B.contiguous(),
-            step_B.contiguous(),
-            verdict,
+            *launch.operands,
             num_requests,
             num_tiles,
-            num_candidates,
+            candidates.ids_BKC.shape[2],
             vocab_size,
-            NUM_ROWS=num_rows,
-            GREEDY_BELOW=GREEDY_BELOW,
-            HAS_LOG_Q=candidates.log_q_BKC is not None,
-            ALL_GREEDY=all_greedy,
-            ACCEPT=noise.ACCEPT,
             TILES=triton.next_power_of_2(num_tiles),
-            CANDIDATES=triton.next_power_of_2(max(1, num_candidates)),
+            **launch.constants,
         )
-    return Verdict(*verdict)
+    return Verdict(*launch.verdict)

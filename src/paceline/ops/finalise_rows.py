@@ -14,20 +14,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.ops import noise
-from paceline.ops.acceptance import GivenCandidates, residual_weights
+from paceline.ops.acceptance import GivenCandidates
 from paceline.ops.dispatch import kernel, tl, triton
 from paceline.ops.noise import gumbel_of_token, key_state, uniform_of_token
 from paceline.ops.stop_row import RowMasses, StopNoise
-from paceline.ops.target_distribution import GREEDY_BELOW, LOWEST_TEMPERATURE, tempered
-from paceline.ops.vocab_statistics import VocabStatistics
+from paceline.ops.target_distribution import LOWEST_TEMPERATURE, tempered
+from paceline.ops.verdict_parts import load_candidates, noisiest_id, residual_of_stop, verdict_launch
+from paceline.ops.vocab_statistics import VocabStatistics, join_best, lowest_id
 
 _FEW_NUMBERS = 2048  # of one statistic, for four warps
-
-
-@kernel
-def _lowest_id(is_best: tl.tensor, ids: tl.tensor) -> tl.tensor:
-    return tl.min(tl.where(is_best, ids, 0x7FFF_FFFF_FFFF_FFFF), axis=1)
 
 
 @kernel
@@ -80,21 +75,15 @@ def _finalise_rows_kernel(
     at = flat[:, None] * num_tiles + tile[None, :]
     is_tile = (row[:, None] < NUM_ROWS) & (tile[None, :] < num_tiles)
 
-    # as `join_row` does for one row
-    best = tl.load(best_ptr + at, mask=is_tile, other=float("-inf"))
-    has_nan = tl.max((best != best).to(tl.int32), axis=1)
-    best = tl.where(best == best, best, float("-inf"))
-    row_best = tl.max(best, axis=1)
-    is_finite = (row_best > float("-inf")) & (row_best < float("inf"))
-    fault = tl.where((has_nan > 0) | (row_best == float("inf")), 1, tl.where(is_finite, 0, 2))
+    best, row_best, is_finite, fault = join_best(best_ptr, at, is_tile, 1)
     best_ids = tl.load(best_id_ptr + at, mask=is_tile, other=0)
-    best_id = _lowest_id(is_tile & (best == row_best[:, None]), best_ids)
+    best_id = lowest_id(is_tile & (best == row_best[:, None]), best_ids, 1)
     row_noisy, noisy_id = row_best, best_id
     if (not ALL_GREEDY) and (IS_DRAW and STOP_TILES == 0):
         noisy = tl.load(noisy_ptr + at, mask=is_tile, other=float("-inf"))
         row_noisy = tl.max(noisy, axis=1)
         noisy_ids = tl.load(noisy_id_ptr + at, mask=is_tile, other=0)
-        noisy_id = _lowest_id(is_tile & (noisy == row_noisy[:, None]), noisy_ids)
+        noisy_id = lowest_id(is_tile & (noisy == row_noisy[:, None]), noisy_ids, 1)
 
     has_draft = row < NUM_ROWS - 1
     draft = tl.load(draft_ptr + request * (NUM_ROWS - 1) + row, mask=has_draft, other=-1)
@@ -110,13 +99,7 @@ def _finalise_rows_kernel(
         lane = tl.arange(0, CANDIDATES)
         is_lane = has_draft[:, None] & (lane[None, :] < num_candidates)
         lane_at = (request * (NUM_ROWS - 1) + row[:, None]) * num_candidates + lane[None, :]
-        ids = tl.load(candidate_ptr + lane_at, mask=is_lane, other=-1)
-        if HAS_LOG_Q:
-            log_q = tl.load(log_q_ptr + lane_at, mask=is_lane, other=float("-inf")).to(tl.float32)
-            ids = tl.where(log_q == float("-inf"), -1, ids)
-            log_q = tl.where(ids < 0, float("-inf"), log_q)
-        else:
-            log_q = tl.where(ids < 0, float("-inf"), 0.0)
+        ids, log_q = load_candidates(candidate_ptr, log_q_ptr, lane_at, is_lane, HAS_LOG_Q)
         is_read = (ids >= 0) & (fault == 0)[:, None]
         logits_at = logits_ptr + flat[:, None] * vocab_size + ids
         logits = tl.load(logits_at, mask=is_read, other=float("-inf")).to(tl.float32)
@@ -147,20 +130,16 @@ def _finalise_rows_kernel(
             noisy_of_stop = tl.load(noisy_ptr + stop_at, mask=is_tile_of_stop, other=float("-inf"))
             ids_of_stop = tl.load(noisy_id_ptr + stop_at, mask=is_tile_of_stop, other=0)
             stop_noisy = tl.max(noisy_of_stop, axis=0)
-            is_noisiest = is_tile_of_stop & (noisy_of_stop == stop_noisy)
-            own_id = tl.min(tl.where(is_noisiest, ids_of_stop, 0x7FFF_FFFF_FFFF_FFFF), axis=0)
+            own_id = lowest_id(is_tile_of_stop & (noisy_of_stop == stop_noisy), ids_of_stop, 0)
         bonus_id = tl.where(is_greedy, _at(best_id, is_stop), own_id)
         if READS_Q:
             ids, log_q, logits = _at(ids, is_stop[:, None]), _at(log_q, is_stop[:, None]), _at(logits, is_stop[:, None])
             stop_mass = _at(log_mass, is_stop)
             gumbel = gumbel_of_token(key_state(seed, position + accepted, 0), ids)
-            residual = residual_weights(logits - stop_mass, log_q) + stop_mass
-            is_left = (tl.max(residual, axis=0) > float("-inf")) | (stop_noisy > float("-inf"))
+            residual, is_left = residual_of_stop(logits - stop_mass, log_q, stop_mass, stop_noisy)
             is_refusal = _at(tl.where(draft >= 0, 1, 0), is_stop) > 0
             weights = tl.where(is_refusal & is_left, residual, logits) + gumbel
-            noisiest = tl.maximum(stop_noisy, tl.max(weights, axis=0))
-            drawn_id = tl.min(tl.where((ids >= 0) & (weights == noisiest), ids, 0x7FFF_FFFF_FFFF_FFFF), axis=0)
-            drawn_id = tl.minimum(drawn_id, tl.where(stop_noisy == noisiest, own_id, 0x7FFF_FFFF_FFFF_FFFF))
+            drawn_id = noisiest_id(ids, weights, stop_noisy, own_id)
             bonus_id = tl.where(is_greedy, bonus_id, drawn_id)
         tl.store(verdict_ptr + num_requests + request, tl.where(stop_fault == 0, bonus_id, -1))
         tl.store(verdict_ptr + 2 * num_requests + request, stop_fault)
@@ -208,9 +187,10 @@ def finalise_rows_triton(
     elif stop_noise is not None:
         noisy, noisy_ids = stop_noise
     num_stop_tiles = 0 if stop_noise is None else stop_noise.noisy_BS.shape[1]
-    num_tiles, num_candidates = tiles.best_BLS.shape[2], candidates.ids_BKC.shape[2]
+    num_tiles = tiles.best_BLS.shape[2]
     rows, tile_lanes = triton.next_power_of_2(num_rows), triton.next_power_of_2(num_tiles)
-    verdict = torch.empty(4, num_requests, dtype=torch.int64, device=processed_BLV.device)
+    settings = (temperature_B, seed_B, anchor_position_B, step_B)
+    launch = verdict_launch(draft_ids_BK, processed_BLV, candidates, *settings, tiles.best_BLS, all_greedy=all_greedy)
     with torch.cuda.device_of(processed_BLV):
         _finalise_rows_kernel[(num_requests,)](
             tiles.best_BLS.contiguous(),
@@ -218,33 +198,20 @@ def finalise_rows_triton(
             tiles.mass_BLS.contiguous(),
             noisy.contiguous(),
             noisy_ids.contiguous(),
-            draft_ids_BK.contiguous(),
-            processed_BLV.contiguous(),
-            candidates.ids_BKC.contiguous(),
-            tiles.best_BLS if candidates.log_q_BKC is None else candidates.log_q_BKC.contiguous(),
-            temperature_B.contiguous(),
-            seed_B.contiguous(),
-            anchor_position_B.contiguous(),
-            step_B.contiguous(),
-            verdict,
+            *launch.operands,
             num_requests,
             num_tiles,
             num_stop_tiles,
-            num_candidates,
+            candidates.ids_BKC.shape[2],
             vocab_size,
-            NUM_ROWS=num_rows,
-            GREEDY_BELOW=GREEDY_BELOW,
             LOWEST=LOWEST_TEMPERATURE,
             IS_TEMPERED=is_tempered,
             READS_Q=judges_by_ratio,
             IS_DRAW=stop_noise is not None or not has_masses_alone,
-            HAS_LOG_Q=candidates.log_q_BKC is not None,
-            ALL_GREEDY=all_greedy,
-            ACCEPT=noise.ACCEPT,
             ROWS=rows,
             TILES=tile_lanes,
             STOP_TILES=0 if stop_noise is None else triton.next_power_of_2(num_stop_tiles),
-            CANDIDATES=triton.next_power_of_2(max(1, num_candidates)),
+            **launch.constants,
             num_warps=4 if rows * tile_lanes <= _FEW_NUMBERS else 8,
         )
-    return verdict
+    return launch.verdict

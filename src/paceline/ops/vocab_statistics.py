@@ -240,6 +240,29 @@ def _lowest_id(values_BLS: Tensor, ids_BLS: Tensor, best_BL: Tensor) -> Tensor:
 
 
 @kernel
+def lowest_id(is_best: tl.tensor, ids: tl.tensor, AXIS: tl.constexpr) -> tl.tensor:
+    """In a kernel: the lowest of the ids that are marked, along an axis; beyond all ids where none is."""
+    return tl.min(tl.where(is_best, ids, 0x7FFF_FFFF_FFFF_FFFF), axis=AXIS)
+
+
+@kernel
+def join_best(best_ptr: tl.tensor, at: tl.tensor, is_tile: tl.tensor, AXIS: tl.constexpr) -> tl.tensor:
+    """In a kernel: the largest logit of rows, whose tiles lie along AXIS.
+
+    Returns:
+        Of every tile the largest logit, -inf for NaN; of every row that, whether it is finite, and what is wrong with
+        the row: 0 nothing, 1 NaN or +inf, 2 all -inf.
+    """
+    best = tl.load(best_ptr + at, mask=is_tile, other=float("-inf"))
+    has_nan = tl.max((best != best).to(tl.int32), axis=AXIS)
+    best = tl.where(best == best, best, float("-inf"))
+    row_best = tl.max(best, axis=AXIS)
+    is_finite = (row_best > float("-inf")) & (row_best < float("inf"))
+    fault = tl.where((has_nan > 0) | (row_best == float("inf")), 1, tl.where(is_finite, 0, 2))
+    return best, row_best, is_finite, fault
+
+
+@kernel
 def join_row(
     best_ptr: tl.tensor,
     best_id_ptr: tl.tensor,
@@ -256,14 +279,8 @@ def join_row(
     """
     tile = tl.arange(0, TILES)
     at, is_tile = row * num_tiles + tile, tile < num_tiles
-    best = tl.load(best_ptr + at, mask=is_tile, other=float("-inf"))
-    has_nan = tl.max((best != best).to(tl.int32), axis=0)
-    best = tl.where(best == best, best, float("-inf"))
-    row_best = tl.max(best, axis=0)
-    is_finite = (row_best > float("-inf")) & (row_best < float("inf"))
-    fault = tl.where((has_nan > 0) | (row_best == float("inf")), 1, tl.where(is_finite, 0, 2))
-    is_best = is_tile & (best == row_best)
-    best_id = tl.min(tl.where(is_best, tl.load(best_id_ptr + at, mask=is_tile, other=0), 0x7FFF_FFFF_FFFF_FFFF), axis=0)
+    best, row_best, is_finite, fault = join_best(best_ptr, at, is_tile, 0)
+    best_id = lowest_id(is_tile & (best == row_best), tl.load(best_id_ptr + at, mask=is_tile, other=0), 0)
     row_best = tl.where(is_finite, row_best, 0.0)
     scale = tl.where(best < float("inf"), tl.exp(tl.minimum(best - row_best, 0.0)), 0.0)
     mass = tl.sum(tl.load(mass_ptr + at, mask=is_tile, other=0.0) * scale, axis=0)
@@ -272,5 +289,5 @@ def join_row(
     noisy = tl.load(noisy_ptr + at, mask=is_tile, other=float("-inf"))
     noisy_ids = tl.load(noisy_id_ptr + at, mask=is_tile, other=0)
     noisy_best = tl.max(noisy, axis=0)
-    noisy_id = tl.min(tl.where(is_tile & (noisy == noisy_best), noisy_ids, 0x7FFF_FFFF_FFFF_FFFF), axis=0)
+    noisy_id = lowest_id(is_tile & (noisy == noisy_best), noisy_ids, 0)
     return best_id, row_best + tl.log(mass), outside, noisy_best, noisy_id, fault
