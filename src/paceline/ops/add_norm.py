@@ -15,6 +15,7 @@ from torch import Tensor
 
 from paceline.errors import ShapeError
 from paceline.ops.dispatch import choose, dependent_launch, kernel, tl, triton
+from paceline.ops.early_launch import wait_for_launch_ahead
 from paceline.ops.rms_norm import rms_norm_reference
 
 _LARGEST_ROW = 16_384  # channels that one program holds
@@ -44,11 +45,8 @@ def _add_norm_kernel(
 ) -> None:
     column = tl.arange(0, BLOCK)
     inside = column < width
-    gain = tl.load(gain_ptr + column, mask=inside, other=0.0).to(tl.float32)  # constant: may be read before the wait
-    if USE_PDL:
-        # In this order, as whatever begins a pass does: launches behind may read what is older than this one at once.
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    gain = tl.load(gain_ptr + column, mask=inside, other=0.0).to(tl.float32)  # constant: read before the wait
+    wait_for_launch_ahead(USE_PDL)
     at = tl.program_id(0).to(tl.int64) * width + column
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
     if ADDS:

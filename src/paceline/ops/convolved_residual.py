@@ -13,6 +13,7 @@ from torch import Tensor
 from paceline.errors import ShapeError
 from paceline.ops.add_norm import add_norm_reference
 from paceline.ops.dispatch import choose, dependent_launch, kernel, tl, triton
+from paceline.ops.early_launch import wait_for_launch_ahead
 from paceline.ops.grouped_convolution import grouped_convolution_reference
 
 
@@ -56,9 +57,7 @@ def _convolved_residual_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     is_channel = column < width
-    if USE_PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_launch_ahead(USE_PDL)
     group = column // group_size
     offset = tl.load(offset_ptr + row)
     x = tl.load(x_ptr + row * width + column, mask=is_channel, other=0.0)

@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from paceline.ops.delta_kernel import DeltaTile, log_decay
+from paceline.ops.delta_kernel import DeltaTile, dense_fields, log_decay
 from paceline.ops.delta_rows import MOST_DECAY, NORM_EPS, DeltaGate, DeltaInputs
 from paceline.ops.dispatch import kernel, tl, triton
 
@@ -178,7 +178,7 @@ def delta_chunks_triton(
     """
     num_requests, num_rows, num_heads, key_size = inputs.q_BTNK.shape
     value_size = inputs.v_BTNV.shape[3]
-    fields = [_dense(values) for values in inputs[:4]] + [_dense(inputs.b_BTN.unsqueeze(-1))]
+    fields = dense_fields(inputs)
     state_BNKV = state_BNKV.contiguous()
     new_outputs = torch.empty if lengths_B is None else torch.zeros
     o_BTNV = new_outputs(inputs.v_BTNV.shape, dtype=inputs.v_BTNV.dtype, device=state_BNKV.device)
@@ -213,9 +213,3 @@ def delta_chunks_triton(
             num_warps=tile.warps,
         )
     return o_BTNV, new_state_BNKV
-
-
-def _dense(values: Tensor) -> Tensor:
-    """Any distance between requests and rows, heads and channels side by side."""
-    is_dense = values.stride(3) == 1 and values.stride(2) == values.shape[3]
-    return values if is_dense else values.contiguous()

@@ -153,6 +153,20 @@ def _delta_kernel(
         tl.store(new_state_ptr + request * state_size + state_cell, state, mask=is_cell)
 
 
+def dense_fields(inputs: DeltaInputs) -> list[Tensor]:
+    """The projections as kernels read them: any distance between requests and rows, heads and channels side by side.
+
+    Args:
+        inputs: q, k, v, f, and b, which gets channels of one.
+    """
+    return [_dense(values) for values in (*inputs[:4], inputs.b_BTN.unsqueeze(-1))]
+
+
+def _dense(values: Tensor) -> Tensor:
+    is_dense = values.stride(3) == 1 and values.stride(2) == values.shape[3]
+    return values if is_dense else values.contiguous()
+
+
 def launch_delta(
     inputs: DeltaInputs,
     gate: DeltaGate,
@@ -179,7 +193,7 @@ def launch_delta(
     """
     num_requests, num_rows, num_heads, key_size = inputs.q_BTNK.shape
     value_size = inputs.v_BTNV.shape[3]
-    fields = [_rows_inside(values) for values in inputs[:4]] + [_rows_inside(inputs.b_BTN.unsqueeze(-1))]
+    fields = dense_fields(inputs)
     # Rows past a length are left out by the kernel; without lengths every output is written.
     new_outputs = torch.empty if lengths_B is None else torch.zeros
     o_BTNV = new_outputs(inputs.v_BTNV.shape, dtype=inputs.v_BTNV.dtype, device=states_SNKV.device)
@@ -227,9 +241,3 @@ def launch_delta(
             num_warps=tile.warps,
         )
     return o_BTNV, new_states
-
-
-def _rows_inside(values: Tensor) -> Tensor:
-    """The tensor as the kernel reads it: any distance between requests and rows, heads and channels side by side."""
-    is_dense = values.stride(3) == 1 and values.stride(2) == values.shape[3]
-    return values if is_dense else values.contiguous()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from paceline.errors import ShapeError
 from paceline.ops.dispatch import choose, dependent_launch, kernel, needs_gradient, tl, triton
+from paceline.ops.early_launch import wait_for_launch_ahead
 from paceline.ops.scale_rows import scale_rows_reference
 from paceline.ops.skinny_product import ScaledRows
 
@@ -43,11 +44,8 @@ def _embed_rows_kernel(
 ) -> None:
     column, turn = tl.arange(0, BLOCK), tl.arange(0, TURNS)
     inside, is_turn = column < width, turn < turn_size
-    gain = tl.load(gain_ptr + column, mask=inside, other=0.0).to(tl.float32)  # constant: may be read before the wait
-    if USE_PDL:
-        # In this order, as whatever begins a pass does: launches behind may read what is older than this one at once.
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    gain = tl.load(gain_ptr + column, mask=inside, other=0.0).to(tl.float32)  # constant: read before the wait
+    wait_for_launch_ahead(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     chosen, position = tl.load(id_ptr + row), tl.load(position_ptr + row)
     x = tl.load(embedding_ptr + chosen * width + column, mask=inside, other=0.0)

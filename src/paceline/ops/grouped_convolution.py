@@ -17,6 +17,7 @@ from torch import Tensor
 
 from paceline.errors import ShapeError
 from paceline.ops.dispatch import choose, dependent_launch, kernel, needs_gradient, tl, triton
+from paceline.ops.early_launch import wait_for_launch_ahead
 
 _LARGEST_BLOCK = 1024  # channels per program
 _GRADIENT_ROWS = 16  # rows per program of the backward pass: fewer make more partial sums of the shared coefficients
@@ -69,9 +70,7 @@ def _grouped_convolution_kernel(
     BLOCK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ) -> None:
-    if USE_PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_launch_ahead(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_channel = column < width

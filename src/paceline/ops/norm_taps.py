@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paceline.errors import ShapeError
 from paceline.ops.dispatch import choose, dependent_launch, kernel, tl, triton
+from paceline.ops.early_launch import wait_for_launch_ahead
 from paceline.ops.rms_norm import rms_norm_reference
 
 
@@ -43,9 +44,7 @@ def _norm_taps_kernel(
     row, tap = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
     inside = column < width
-    if USE_PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_launch_ahead(USE_PDL)
     dtype = y_ptr.dtype.element_ty
     x = tl.zeros([BLOCK], dtype=tl.float32)
     for index in tl.static_range(NUM_TAPS):

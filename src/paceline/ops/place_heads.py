@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.ops.dispatch import choose, dependent_launch, kernel, tl, triton
+from paceline.ops.early_launch import wait_for_launch_ahead
 from paceline.ops.project_heads import Cells, HeadForm, check_heads, finish_heads_reference
 
 _TILE = 1024  # pairs of channels per program: of either half of a head, a thread loads 16 bytes
@@ -54,10 +55,7 @@ def _place_heads_kernel(
 ) -> None:
     HALF: tl.constexpr = HEAD_SIZE // 2
     ALL_HEADS: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
-    if USE_PDL:
-        # In this order: launches behind may read what is older than this one at once.
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_launch_ahead(USE_PDL)
     first_head = tl.program_id(1) * HEADS  # HEADS divides both numbers of heads: those behind it are of its kind
     is_query, is_value = first_head < NUM_HEADS, first_head >= NUM_HEADS + NUM_KV_HEADS
     cell = tl.arange(0, ROWS * HEADS)

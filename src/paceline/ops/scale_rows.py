@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paceline.errors import ShapeError
 from paceline.ops.dispatch import choose, dependent_launch, kernel, tl, triton
+from paceline.ops.early_launch import wait_for_launch_ahead
 from paceline.ops.skinny_product import ScaledRows
 
 
@@ -33,11 +34,8 @@ def _scale_rows_kernel(
 ) -> None:
     column = tl.arange(0, BLOCK)
     inside = column < width
-    gain = tl.load(gain_ptr + column, mask=inside, other=0.0).to(tl.float32)  # constant: may be read before the wait
-    if USE_PDL:
-        # In this order, as whatever begins a pass does: launches behind may read what is older than this one at once.
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    gain = tl.load(gain_ptr + column, mask=inside, other=0.0).to(tl.float32)  # constant: read before the wait
+    wait_for_launch_ahead(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     x = tl.load(x_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(scaled_ptr + row * width + column, (x * gain).to(scaled_ptr.dtype.element_ty), mask=inside)

@@ -146,14 +146,19 @@ from triton.compiler import ASTSource
 from paceline.ops import block_rows, candidate_walk, commit_step, context_kv, draw_candidates, finalise_block
 from paceline.ops import finalise_rows, grouped_convolution, noise, paged_attention_kernel, sample_tokens, step_rows
 from paceline.ops import draft_chances, largest_ids, linear_gated, stop_row, store_drafts, target_distribution
-from paceline.ops import top_k_tokens, vocab_statistics
+from paceline.ops import add_norm, top_k_tokens, vocab_statistics
 from paceline.ops.skinny_launch import make_cut
 from paceline.ops.skinny_tile import Tile
 
 def compile_for_hopper(function, pointers, sizes, constants):
     signature = {name: "*" + kind for name, kind in pointers.items()} | sizes | dict.fromkeys(constants, "constexpr")
     source = ASTSource(fn=function, signature=signature, constexprs=constants)
-    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm
+    assert compiled["cubin"]
+    return compiled["ptx"]
+
+def waits_before_others_begin(code):
+    return 0 < code.find("griddepcontrol.wait") < code.find("griddepcontrol.launch_dependents")
 
 def named(names, kind):
     return dict.fromkeys(names.split(), kind)
@@ -347,13 +352,24 @@ for queries, is_shared, has_tail in ((16, True, False), (64, True, True), (128, 
     )
 for tile in (Tile(32, 32, 2), Tile(32, 64, slices=4), Tile(32, 16, slices=4, is_held=True)):
     cut = make_cut(tile, torch.empty(3, 72, dtype=torch.bfloat16), is_pair=True, is_dependent=False)
-    compile_for_hopper(
+    code = compile_for_hopper(
         linear_gated._linear_gated_kernel,
         named("x_ptr weight_ptr bias_ptr y_ptr", "bf16") | named("squares_ptr parts_ptr", "fp32")
         | {"counter_ptr": "i32"},
         named("num_rows num_squares", "i32") | {"eps": "fp32"},
         {"NUM_OUTPUTS": 37, "SQUARES": 4, "HAS_SQUARES": True, "HAS_BIAS": True, "CUT": cut._replace(begins=2)},
     )
+    assert waits_before_others_begin(code)
+    first_read = min(code.find(name) % len(code) for name in ("ld.global", "cp.async.ca", "cp.async.cg"))
+    assert (first_read < code.index("griddepcontrol.wait")) is tile.is_held
+for may_begin_early in (False, True):
+    code = compile_for_hopper(
+        add_norm._add_norm_kernel,
+        named("x_ptr y_ptr sum_ptr normed_ptr", "bf16") | {"gain_ptr": "fp32"},
+        {"width": "i32", "eps": "fp32"},
+        {"ADDS": True, "COPIES": False, "BLOCK": 1024, "USE_PDL": may_begin_early},
+    )
+    assert waits_before_others_begin(code) if may_begin_early else "griddepcontrol" not in code
 print("compiled")
 """
 
