@@ -17,11 +17,12 @@ from benchmarks.gpu_micro_clock import Bench, Call, relative_error
 from torch import Tensor
 
 from paceline.models.fused_layer import FusedLayer, run_fused
+from paceline.ops.heads import Cells, HeadForm
 from paceline.ops.linear_gated import linear_gated_reference, linear_gated_triton
 from paceline.ops.linear_residual import linear_residual_reference, linear_residual_triton
 from paceline.ops.paged_attention import PagedAttend, paged_attention
 from paceline.ops.paged_attention_kernel import Launch, new_arrivals, paged_attention_triton
-from paceline.ops.project_heads import Cells, HeadForm, project_heads_reference, project_heads_triton
+from paceline.ops.project_heads import project_heads_reference, project_heads_triton
 from paceline.ops.rotary import rotary_table
 from paceline.ops.scale_rows import scale_rows
 from paceline.ops.skinny_launch import new_counters

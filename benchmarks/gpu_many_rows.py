@@ -203,8 +203,8 @@ def _places(bench: Bench, shape: Shape, rows: int) -> _Case:
     import torch
     from benchmarks.gpu_layer_cases import make_inputs
 
+    from paceline.ops.heads import Cells, HeadForm
     from paceline.ops.place_heads import place_heads_reference, place_heads_triton
-    from paceline.ops.project_heads import Cells, HeadForm
 
     turns = make_inputs(shape, min(rows, 1000), bench.device).turns
     turns = turns.repeat(-(-rows // turns.shape[0]), 1, 1)[:rows].contiguous()

@@ -13,13 +13,14 @@ from torch import Tensor
 from paceline.ops.add_norm import add_norm_reference, add_norm_triton
 from paceline.ops.embed_rows import embed_rows_reference, embed_rows_triton
 from paceline.ops.gated_product import ProductTile, gated_product_reference, gated_product_triton
+from paceline.ops.heads import Cells, HeadForm
 from paceline.ops.linear_gated import linear_gated_reference, linear_gated_triton
 from paceline.ops.linear_residual import linear_residual_reference, linear_residual_triton
 from paceline.ops.norm_taps import join_taps_reference, join_taps_triton, norm_taps_reference, norm_taps_triton
 from paceline.ops.paged_attention import paged_attention_reference
 from paceline.ops.paged_attention_kernel import Launch, paged_attention_triton
 from paceline.ops.place_heads import place_heads_reference, place_heads_triton
-from paceline.ops.project_heads import Cells, HeadForm, project_heads_reference, project_heads_triton
+from paceline.ops.project_heads import project_heads_reference, project_heads_triton
 from paceline.ops.rotary import rotary_table
 from paceline.ops.scale_rows import scale_rows_reference, scale_rows_triton
 from paceline.ops.skinny_product import ScaledRows

@@ -26,11 +26,12 @@ from paceline.ops.convolved_residual import convolved_residual
 from paceline.ops.gated_activation import Activation, gated_activation
 from paceline.ops.gated_product import gated_product, takes_one_launch
 from paceline.ops.grouped_convolution import grouped_convolution
+from paceline.ops.heads import Cells, HeadForm
 from paceline.ops.linear_gated import linear_gated
 from paceline.ops.linear_residual import linear_residual, linear_residual_scaled, linear_rows
 from paceline.ops.paged_attention import PagedAttend
 from paceline.ops.place_heads import place_heads
-from paceline.ops.project_heads import Cells, HeadForm, project_heads
+from paceline.ops.project_heads import project_heads
 from paceline.ops.scale_rows import scale_rows
 from paceline.ops.skinny_launch import new_counters
 from paceline.ops.skinny_product import ScaledRows

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.ops.dispatch import choose, dependent_launch, kernel, tl, triton
 from paceline.ops.early_launch import wait_for_launch_ahead
-from paceline.ops.project_heads import Cells, HeadForm, check_heads, finish_heads_reference
+from paceline.ops.heads import Cells, HeadForm, check_heads, finish_heads_reference, heads_launch
 
 _TILE = 1024  # pairs of channels per program: of either half of a head, a thread loads 16 bytes
 _FILLING = 132 * 8  # programs; before there are so many, none takes several rows
@@ -119,28 +119,14 @@ def place_heads_triton(
     num_runs = (form.num_heads + 2 * num_kv_heads) // heads
     rows = max(1, _TILE // pairs // heads) if num_rows * num_runs > _FILLING else 1
     is_dependent = dependent_launch(num_rows)
-    q_TNH = torch.empty((num_rows, form.num_heads, head_size), dtype=qkv_TX.dtype, device=qkv_TX.device)
-    q_gain, k_gain = (qkv_TX, qkv_TX) if qk_gains is None else qk_gains
+    launch = heads_launch(qkv_TX, qk_gains, turns_T2R, cells, form)
     with torch.cuda.device_of(qkv_TX):
         _place_heads_kernel[triton.cdiv(num_rows, rows), num_runs](
             qkv_TX,
-            q_gain,
-            k_gain,
-            turns_T2R.contiguous(),
-            cells.rows_T.contiguous(),
-            cells.planes,
-            q_TNH,
+            *launch.operands,
             num_rows,
-            cells.planes.stride(0),
-            cells.planes.stride(1),
-            form.eps,
-            form.value_scale,
-            NUM_HEADS=form.num_heads,
-            NUM_KV_HEADS=num_kv_heads,
-            HEAD_SIZE=head_size,
-            TURNED=turns_T2R.shape[2],
-            IS_NEOX=form.is_neox_style,
-            HAS_QK_NORM=qk_gains is not None,
+            *launch.numbers,
+            **launch.constants,
             ROWS=rows,
             HEADS=heads,
             PAIRS=pairs,
@@ -148,7 +134,7 @@ def place_heads_triton(
             num_warps=max(1, min(4, rows * heads * pairs // 256)),
             launch_pdl=is_dependent,
         )
-    return q_TNH
+    return launch.q_TNH
 
 
 def place_heads(

@@ -14,71 +14,15 @@ S partial sums of squares, X = (N + 2M) * H.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from paceline.errors import ShapeError
 from paceline.ops.begin_run import begin_run
 from paceline.ops.dispatch import choose, kernel, tl, triton
-from paceline.ops.rms_norm import rms_norm_reference
-from paceline.ops.rotary import expand_rotary, turn_heads
+from paceline.ops.heads import Cells, HeadForm, check_heads, finish_heads_reference, heads_launch
 from paceline.ops.skinny_launch import skinny_launch
 from paceline.ops.skinny_product import check_product, load_squares, multiply_reference, norm_factor, product_of_run
 from paceline.ops.skinny_tile import Tile, choose_tile
-
-
-class HeadForm(NamedTuple):
-    """What a layer does with its heads, the same at every call.
-
-    Attributes:
-        num_heads: N.
-        eps: of all norms.
-        is_neox_style: the pairing of turned channels.
-        value_scale: multiplies the values.
-    """
-
-    num_heads: int
-    eps: float
-    is_neox_style: bool = True
-    value_scale: float = 1.0
-
-
-class Cells(NamedTuple):
-    """Where keys and values go.
-
-    Attributes:
-        planes: [2, M, blocks, block_size, H], rows of a head contiguous; written in place.
-        rows_T: int64, block * block_size + offset. None twice, but where nobody reads.
-    """
-
-    planes: Tensor
-    rows_T: Tensor
-
-
-def finish_heads_reference(
-    qkv_TX: Tensor,
-    qk_gains: tuple[Tensor, Tensor] | None,
-    turns_T2R: Tensor,
-    cells: Cells,
-    form: HeadForm,
-    dtype: torch.dtype,
-) -> Tensor:
-    """What follows the projection, whose sums may be wider than the rows' dtype."""
-    num_kv_heads, head_size = cells.planes.shape[1], cells.planes.shape[4]
-    q, k, v = qkv_TX.unflatten(-1, (-1, head_size)).split((form.num_heads, num_kv_heads, num_kv_heads), dim=-2)
-    if qk_gains is not None:
-        q, k = (rms_norm_reference(heads.float(), gain, form.eps) for heads, gain in zip((q, k), qk_gains, strict=True))
-    turns = expand_rotary(turns_T2R, dtype, is_neox_style=form.is_neox_style)
-    q, k = (turn_heads(heads.to(dtype), turns, is_neox_style=form.is_neox_style) for heads in (q, k))
-    v = v.to(dtype)
-    if form.value_scale != 1.0:
-        v = v * form.value_scale
-    by_row = cells.planes.flatten(2, 3)
-    by_row[0].index_copy_(1, cells.rows_T, k.transpose(0, 1))
-    by_row[1].index_copy_(1, cells.rows_T, v.transpose(0, 1))
-    return q.contiguous()
 
 
 def project_heads_reference(
@@ -215,7 +159,7 @@ def project_heads_triton(
 ) -> Tensor:
     """Launch one program per run of pairs and part."""
     num_rows, width = x_TD.shape
-    num_kv_heads, head_size = cells.planes.shape[1], cells.planes.shape[4]
+    head_size = cells.planes.shape[4]
     x_TD = x_TD.contiguous()
     whole_head = max(32, triton.next_power_of_2(head_size))
     if tile is None:
@@ -223,32 +167,18 @@ def project_heads_triton(
         tile = choose_tile(num_rows, weight_XD.shape[0], width, least_outputs=least)
     tile = tile._replace(outputs=min(tile.outputs, whole_head) if qk_gains is None else whole_head)
     num_runs = weight_XD.shape[0] // head_size * triton.cdiv(head_size, tile.outputs)
-    q_TNH = torch.empty((num_rows, form.num_heads, head_size), dtype=x_TD.dtype, device=x_TD.device)
-    q_gain, k_gain = (x_TD, x_TD) if qk_gains is None else qk_gains
+    heads = heads_launch(x_TD, qk_gains, turns_T2R, cells, form)
     launch = skinny_launch(tile, num_runs, x_TD, squares_TS, weight_XD, bias_X, counters, is_pair=True)
     with torch.cuda.device_of(x_TD):
         _project_heads_kernel[launch.grid](
             *launch.operands,
-            q_gain,
-            k_gain,
-            turns_T2R.contiguous(),
-            cells.rows_T.contiguous(),
-            cells.planes,
-            q_TNH,
+            *heads.operands,
             *launch.workspace,
-            cells.planes.stride(0),
-            cells.planes.stride(1),
-            form.eps,
-            form.value_scale,
-            NUM_HEADS=form.num_heads,
-            NUM_KV_HEADS=num_kv_heads,
-            HEAD_SIZE=head_size,
-            TURNED=turns_T2R.shape[2],
-            IS_NEOX=form.is_neox_style,
-            HAS_QK_NORM=qk_gains is not None,
+            *heads.numbers,
+            **heads.constants,
             **launch.constants,
         )
-    return q_TNH
+    return heads.q_TNH
 
 
 def project_heads(
@@ -290,20 +220,3 @@ def project_heads(
     return project_heads_triton(
         x_TD, squares_TS, weight_XD, bias_X, qk_gains, turns_T2R, cells, form, tile=tile, counters=counters
     )
-
-
-def check_heads(num_outputs: int, num_rows: int, turns_T2R: Tensor, cells: Cells, form: HeadForm) -> None:
-    """Refuse what does not fit.
-
-    Raises:
-        ShapeError: the projection does not have these heads, or rows, turns and cells differ in number.
-    """
-    num_kv_heads, head_size = cells.planes.shape[1], cells.planes.shape[4]
-    needed = (form.num_heads + 2 * num_kv_heads) * head_size
-    if num_outputs != needed or head_size % 2:
-        raise ShapeError("heads", expected=f"{needed} outputs for heads of {head_size}", found=[num_outputs])
-    if turns_T2R.shape[:2] != (num_rows, 2) or 2 * turns_T2R.shape[2] > head_size:
-        expected = f"[{num_rows}, 2, at most {head_size // 2}]"
-        raise ShapeError("turns", expected=expected, found=turns_T2R.shape)
-    if cells.rows_T.shape != (num_rows,):
-        raise ShapeError("rows", expected=[num_rows], found=cells.rows_T.shape)

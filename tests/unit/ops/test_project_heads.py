@@ -10,13 +10,8 @@ from tests.unit.ops.products import DTYPES, assert_close, random
 from torch import Tensor
 
 from paceline.errors import ShapeError
-from paceline.ops.project_heads import (
-    Cells,
-    HeadForm,
-    project_heads,
-    project_heads_reference,
-    project_heads_triton,
-)
+from paceline.ops.heads import Cells, HeadForm
+from paceline.ops.project_heads import project_heads, project_heads_reference, project_heads_triton
 from paceline.ops.rms_norm import rms_norm_reference
 from paceline.ops.rotary import apply_rotary, rotary_table
 from paceline.ops.skinny_launch import new_counters
