@@ -4,7 +4,7 @@
     y[pair(p)] = down_e inside[p]
 
 Pairs of one expert form tiles; which expert a tile belongs to is found on the device, and the number of tiles is the
-most that any routing can need. Projections are rounded to the rows' dtype where the modules of a dense layer round.
+most that any routing can need. What a tile computes is in `expert_tile`.
 `mixture_of_experts.expert_products_grouped` is the definition, `few_expert_products` the form for a step's few rows.
 Either is followed by the sum over a row's experts:
 
@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from paceline.ops.dispatch import kernel, tl, triton
-from paceline.ops.gated_activation import Activation, activate
+from paceline.ops.expert_tile import TILE_INPUTS, TILE_OUTPUTS, down_tile, gate_up_tile
+from paceline.ops.gated_activation import Activation, activation_arguments
 
 _FEW_PAIRS, _MANY_PAIRS = 16, 64  # per tile: for a step's rows, and for a prompt's
 _FEW_PER_EXPERT = 32
-_OUTPUTS, _INPUTS = 64, 64  # of a tile of a weight
 _LARGEST_BLOCK = 1024  # channels per program of the sum
 
 
@@ -54,26 +54,25 @@ def _gate_up_kernel(
         pair = tl.load(tile_start_ptr + tile) + tl.arange(0, PAIRS)
         is_pair = pair < tl.load(tile_end_ptr + tile)
         row = tl.load(order_ptr + pair, mask=is_pair, other=0) // num_chosen
-        out_at = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-        is_out = out_at < inside_size
-        gate = tl.zeros([PAIRS, OUTPUTS], dtype=tl.float32)
-        up = tl.zeros([PAIRS, OUTPUTS], dtype=tl.float32)
-        weight_at = weight_ptr + (expert * 2 * inside_size + out_at[None, :]) * width
-        for first in range(0, width, INPUTS):
-            in_at = first + tl.arange(0, INPUTS)
-            is_in = in_at < width
-            x_at = x_ptr + row[:, None] * width + in_at[None, :]
-            x = tl.load(x_at, mask=is_pair[:, None] & is_in[None, :], other=0.0)
-            is_cell = is_in[:, None] & is_out[None, :]
-            w_gate = tl.load(weight_at + in_at[:, None], mask=is_cell, other=0.0)
-            w_up = tl.load(weight_at + inside_size * width + in_at[:, None], mask=is_cell, other=0.0)
-            gate += tl.dot(x, w_gate, input_precision="ieee")
-            up += tl.dot(x, w_up, input_precision="ieee")
-        dtype = inside_ptr.dtype.element_ty
-        gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-        y = activate(gate, up, beta, linear_beta, IS_SITU, BOUNDS_UP)
-        inside_at = inside_ptr + pair.to(tl.int64)[:, None] * inside_size + out_at[None, :]
-        tl.store(inside_at, y.to(dtype), mask=is_pair[:, None] & is_out[None, :])
+        gate_up_tile(
+            x_ptr,
+            weight_ptr,
+            inside_ptr,
+            expert,
+            row,
+            width,
+            pair,
+            is_pair,
+            width,
+            inside_size,
+            beta,
+            linear_beta,
+            IS_SITU,
+            BOUNDS_UP,
+            PAIRS,
+            OUTPUTS,
+            INPUTS,
+        )
 
 
 @kernel
@@ -98,19 +97,9 @@ def _down_kernel(
         pair = tl.load(tile_start_ptr + tile) + tl.arange(0, PAIRS)
         is_pair = pair < tl.load(tile_end_ptr + tile)
         target = tl.load(order_ptr + pair, mask=is_pair, other=0)
-        out_at = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-        is_out = out_at < width
-        y = tl.zeros([PAIRS, OUTPUTS], dtype=tl.float32)
-        weight_at = weight_ptr + (expert * width + out_at[None, :]) * inside_size
-        for first in range(0, inside_size, INPUTS):
-            in_at = first + tl.arange(0, INPUTS)
-            is_in = in_at < inside_size
-            inside_at = inside_ptr + pair.to(tl.int64)[:, None] * inside_size + in_at[None, :]
-            inside = tl.load(inside_at, mask=is_pair[:, None] & is_in[None, :], other=0.0)
-            weight = tl.load(weight_at + in_at[:, None], mask=is_in[:, None] & is_out[None, :], other=0.0)
-            y += tl.dot(inside, weight, input_precision="ieee")
-        y_at = y_ptr + target[:, None] * width + out_at[None, :]
-        tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=is_pair[:, None] & is_out[None, :])
+        down_tile(
+            inside_ptr, weight_ptr, y_ptr, expert, pair, target, is_pair, width, inside_size, PAIRS, OUTPUTS, INPUTS
+        )
 
 
 def tiles_of(ids_P: Tensor, num_experts: int, tile_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -159,9 +148,10 @@ def expert_products_triton(
     order_P, *tiles = tiles_of(expert_ids_TA.flatten(), num_experts, tile_size)
     inside_PI = torch.empty(num_pairs, inside_size, dtype=x_TX.dtype, device=x_TX.device)
     y_PX = torch.empty(num_pairs, width, dtype=x_TX.dtype, device=x_TX.device)
-    sizes = {"PAIRS": tile_size, "OUTPUTS": _OUTPUTS, "INPUTS": _INPUTS}
+    sizes = {"PAIRS": tile_size, "OUTPUTS": TILE_OUTPUTS, "INPUTS": TILE_INPUTS}
+    betas, constants = activation_arguments(activation)
     with torch.cuda.device_of(x_TX):
-        _gate_up_kernel[tiles[0].shape[0], triton.cdiv(inside_size, _OUTPUTS)](
+        _gate_up_kernel[tiles[0].shape[0], triton.cdiv(inside_size, TILE_OUTPUTS)](
             x_TX.contiguous(),
             gate_up_EZX,
             order_P,
@@ -171,13 +161,11 @@ def expert_products_triton(
             width,
             inside_size,
             num_experts,
-            float(activation.beta),
-            float(activation.linear_beta or 1.0),
-            IS_SITU=activation.kind == "situ",
-            BOUNDS_UP=activation.kind == "situ" and activation.linear_beta is not None,
+            *betas,
+            **constants,
             **sizes,
         )
-        _down_kernel[tiles[0].shape[0], triton.cdiv(width, _OUTPUTS)](
+        _down_kernel[tiles[0].shape[0], triton.cdiv(width, TILE_OUTPUTS)](
             inside_PI, down_EXI, order_P, *tiles, y_PX, width, inside_size, num_experts, **sizes
         )
     return y_PX

@@ -6,7 +6,8 @@
 Each expert is a program (per run of outputs) that looks for itself among all ids, leaves at once where nobody chose it,
 and else multiplies its weight with all rows in one tile: with at most 64 rows the weight's bytes decide, not the rows.
 So nothing is sorted, counted or cut into tiles beforehand. What nobody here computes, pairs of experts elsewhere, stays
-unwritten. `mixture_of_experts.expert_products_grouped` is the definition, `expert_products` the form for many rows.
+unwritten. `expert_tile` has what a tile computes; `mixture_of_experts.expert_products_grouped` is the definition,
+`expert_products` the form for many rows.
 
 T rows, A chosen per row, P = T * A pairs, E experts, X width of an expert's input, I of its inside.
 """
@@ -19,11 +20,11 @@ import torch
 from torch import Tensor
 
 from paceline.ops.dispatch import kernel, tl, triton
-from paceline.ops.gated_activation import Activation, activate
+from paceline.ops.expert_tile import TILE_INPUTS, TILE_OUTPUTS, down_tile, gate_up_tile
+from paceline.ops.gated_activation import Activation, activation_arguments
 
 MOST_ROWS: Final = 64  # in one tile
 _FEWEST = 16  # the smallest side of a matrix product on tensor cores
-_OUTPUTS, _INPUTS = 64, 64  # of a tile of a weight
 
 
 @kernel
@@ -67,27 +68,25 @@ def _few_gate_up_kernel(
     pair = _pairs_of_expert(ids_ptr, expert, row, num_rows, CHOSEN, SLOTS)
     if tl.max(pair, axis=0) >= 0:
         is_pair = pair >= 0
-        out_at = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-        is_out = out_at < inside_size
-        gate = tl.zeros([ROWS, OUTPUTS], dtype=tl.float32)
-        up = tl.zeros([ROWS, OUTPUTS], dtype=tl.float32)
-        weight_at = weight_ptr + (expert * 2 * inside_size + out_at[None, :]) * width
-        for first in range(0, width, INPUTS):
-            in_at = first + tl.arange(0, INPUTS)
-            is_in = in_at < width
-            # Rows that chose otherwise may hold anything, NaN included: they are not read.
-            x_at = x_ptr + row[:, None] * row_stride + in_at[None, :]
-            x = tl.load(x_at, mask=is_pair[:, None] & is_in[None, :], other=0.0)
-            is_cell = is_in[:, None] & is_out[None, :]
-            w_gate = tl.load(weight_at + in_at[:, None], mask=is_cell, other=0.0)
-            w_up = tl.load(weight_at + inside_size * width + in_at[:, None], mask=is_cell, other=0.0)
-            gate += tl.dot(x, w_gate, input_precision="ieee")
-            up += tl.dot(x, w_up, input_precision="ieee")
-        dtype = inside_ptr.dtype.element_ty
-        gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-        y = activate(gate, up, beta, linear_beta, IS_SITU, BOUNDS_UP)
-        inside_at = inside_ptr + pair[:, None] * inside_size + out_at[None, :]
-        tl.store(inside_at, y.to(dtype), mask=is_pair[:, None] & is_out[None, :])
+        gate_up_tile(
+            x_ptr,
+            weight_ptr,
+            inside_ptr,
+            expert,
+            row,
+            row_stride,
+            pair,
+            is_pair,
+            width,
+            inside_size,
+            beta,
+            linear_beta,
+            IS_SITU,
+            BOUNDS_UP,
+            ROWS,
+            OUTPUTS,
+            INPUTS,
+        )
 
 
 @kernel
@@ -109,19 +108,7 @@ def _few_down_kernel(
     pair = _pairs_of_expert(ids_ptr, expert, row, num_rows, CHOSEN, SLOTS)
     if tl.max(pair, axis=0) >= 0:
         is_pair = pair >= 0
-        out_at = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-        is_out = out_at < width
-        y = tl.zeros([ROWS, OUTPUTS], dtype=tl.float32)
-        weight_at = weight_ptr + (expert * width + out_at[None, :]) * inside_size
-        for first in range(0, inside_size, INPUTS):
-            in_at = first + tl.arange(0, INPUTS)
-            is_in = in_at < inside_size
-            inside_at = inside_ptr + pair[:, None] * inside_size + in_at[None, :]
-            inside = tl.load(inside_at, mask=is_pair[:, None] & is_in[None, :], other=0.0)
-            weight = tl.load(weight_at + in_at[:, None], mask=is_in[:, None] & is_out[None, :], other=0.0)
-            y += tl.dot(inside, weight, input_precision="ieee")
-        y_at = y_ptr + pair[:, None] * width + out_at[None, :]
-        tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=is_pair[:, None] & is_out[None, :])
+        down_tile(inside_ptr, weight_ptr, y_ptr, expert, pair, pair, is_pair, width, inside_size, ROWS, OUTPUTS, INPUTS)
 
 
 def few_expert_products_triton(
@@ -148,13 +135,14 @@ def few_expert_products_triton(
         "CHOSEN": num_chosen,
         "SLOTS": triton.next_power_of_2(num_chosen),
         "ROWS": max(_FEWEST, triton.next_power_of_2(num_rows)),
-        "OUTPUTS": _OUTPUTS,
-        "INPUTS": _INPUTS,
+        "OUTPUTS": TILE_OUTPUTS,
+        "INPUTS": TILE_INPUTS,
     }
     if x_TX.stride(1) != 1:
         x_TX = x_TX.contiguous()
+    betas, constants = activation_arguments(activation)
     with torch.cuda.device_of(x_TX):
-        _few_gate_up_kernel[num_experts, triton.cdiv(inside_size, _OUTPUTS)](
+        _few_gate_up_kernel[num_experts, triton.cdiv(inside_size, TILE_OUTPUTS)](
             x_TX,
             gate_up_EZX,
             ids_TA,
@@ -163,13 +151,11 @@ def few_expert_products_triton(
             x_TX.stride(0),
             width,
             inside_size,
-            float(activation.beta),
-            float(activation.linear_beta or 1.0),
-            IS_SITU=activation.kind == "situ",
-            BOUNDS_UP=activation.kind == "situ" and activation.linear_beta is not None,
+            *betas,
+            **constants,
             **sizes,
         )
-        _few_down_kernel[num_experts, triton.cdiv(width, _OUTPUTS)](
+        _few_down_kernel[num_experts, triton.cdiv(width, TILE_OUTPUTS)](
             inside_PI, down_EXI, ids_TA, y_PX, num_rows, width, inside_size, **sizes
         )
     return y_PX

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from paceline.errors import ShapeError
 from paceline.ops.dispatch import choose, dependent_launch, kernel, needs_gradient, tl, triton
+from paceline.ops.early_launch import wait_for_launch_ahead
 from paceline.ops.elementwise import sigmoid, widen
 
 _LARGEST_BLOCK = 1024  # channels per program
@@ -71,6 +72,13 @@ def activate(
     return gate * open_share * up
 
 
+def activation_arguments(activation: Activation) -> tuple[tuple[float, float], dict[str, bool]]:
+    """What a kernel around `activate` is launched with: both betas, and the constants by name."""
+    is_situ = activation.kind == "situ"
+    constants = {"IS_SITU": is_situ, "BOUNDS_UP": is_situ and activation.linear_beta is not None}
+    return (float(activation.beta), float(activation.linear_beta or 1.0)), constants
+
+
 @kernel
 def _gated_activation_kernel(
     gate_ptr: tl.tensor,
@@ -87,10 +95,7 @@ def _gated_activation_kernel(
     ORDER: tl.constexpr,
     USE_PDL: tl.constexpr,
 ) -> None:
-    if USE_PDL:
-        # In this order: launches behind may read what is older than this one at once.
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_launch_ahead(USE_PDL)
     place, num_runs = tl.program_id(0), tl.cdiv(width, BLOCK)
     if ORDER > 0:
         place = tl.num_programs(0) - 1 - place
@@ -117,6 +122,7 @@ def gated_activation_triton(gate_TI: Tensor, up_TI: Tensor, activation: Activati
         gate, up = gate.contiguous(), up.contiguous()
     block = min(_LARGEST_BLOCK, triton.next_power_of_2(width))
     is_dependent = dependent_launch(gate.shape[0])
+    betas, constants = activation_arguments(activation)
     with torch.cuda.device_of(gate_TI):
         _gated_activation_kernel[gate.shape[0] * triton.cdiv(width, block),](
             gate,
@@ -125,10 +131,8 @@ def gated_activation_triton(gate_TI: Tensor, up_TI: Tensor, activation: Activati
             gate.stride(0),
             up.stride(0),
             width,
-            float(activation.beta),
-            float(activation.linear_beta or 1.0),
-            IS_SITU=activation.kind == "situ",
-            BOUNDS_UP=activation.kind == "situ" and activation.linear_beta is not None,
+            *betas,
+            **constants,
             BLOCK=block,
             ORDER=_ORDER,
             USE_PDL=is_dependent,
