@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.ops.dispatch import choose, kernel, tl, triton
-from paceline.ops.noise import candidate_gumbel_reference, gumbel_of_token, key_state
+from paceline.ops.noise import candidate_gumbel_reference, gumbel_of_token, key_of_draft
 
 
 def candidate_log_q_reference(scores_BKC: Tensor, temperature_B: Tensor) -> Tensor:
@@ -92,10 +92,8 @@ def _draw_candidates_kernel(
     ids = tl.load(ids_ptr + at, mask=is_lane, other=0)
     log_q = _log_q_of_row(tl.load(scores_ptr + at, mask=is_lane, other=0.0).to(tl.float32), is_lane, temperature)
     tl.store(log_q_ptr + at, log_q, mask=is_lane)
-    seed = tl.load(seed_ptr + request)
-    if HAS_STEP:
-        seed ^= tl.load(step_ptr + request) << 32
-    noisy = log_q + gumbel_of_token(key_state(seed, tl.load(position_ptr + request) + first + k, DOMAIN), ids)
+    state = key_of_draft(seed_ptr, step_ptr, position_ptr, request, first, k, HAS_STEP, DOMAIN)
+    noisy = log_q + gumbel_of_token(state, ids)
     noisy = tl.where(is_lane & (noisy == noisy), noisy, float("-inf"))
     is_best = is_lane & (noisy == tl.max(noisy, axis=0))
     chosen = tl.min(tl.where(is_best, lane, CANDIDATES), axis=0)

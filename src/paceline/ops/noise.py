@@ -189,6 +189,24 @@ def candidate_gumbel_reference(
 
 
 @kernel
+def key_of_draft(
+    seed_ptr: tl.tensor,
+    step_ptr: tl.tensor,
+    position_ptr: tl.tensor,
+    request: tl.tensor,
+    first: tl.tensor,
+    k: tl.tensor,
+    HAS_STEP: tl.constexpr,
+    DOMAIN: tl.constexpr,
+) -> tl.tensor:
+    """In a kernel: the `key_state` of draft `first + k` of a request; steps are mixed in as `mix_step` does."""
+    seed = tl.load(seed_ptr + request)
+    if HAS_STEP:
+        seed ^= tl.load(step_ptr + request) << 32
+    return key_state(seed, tl.load(position_ptr + request) + first + k, DOMAIN)
+
+
+@kernel
 def _candidate_gumbel_kernel(
     seed_ptr: tl.tensor,
     step_ptr: tl.tensor,
@@ -204,10 +222,7 @@ def _candidate_gumbel_kernel(
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     request, k = row // num_drafts, row % num_drafts
-    seed = tl.load(seed_ptr + request)
-    if HAS_STEP:
-        seed ^= tl.load(step_ptr + request) << 32
-    state = key_state(seed, tl.load(position_ptr + request) + first + k, DOMAIN)
+    state = key_of_draft(seed_ptr, step_ptr, position_ptr, request, first, k, HAS_STEP, DOMAIN)
     lane = tl.arange(0, CANDIDATES)
     is_lane = lane < num_candidates
     ids = tl.load(ids_ptr + row * num_candidates + lane, mask=is_lane, other=0)

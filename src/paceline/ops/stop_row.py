@@ -28,6 +28,7 @@ from paceline.ops.target_distribution import (
     temper_logits_reference,
     tempered,
 )
+from paceline.ops.vocab_statistics import best_of_tile
 
 MASS_TILE = 4096  # ids per program
 NOISE_TILE = 2048
@@ -126,9 +127,7 @@ def _row_masses_kernel(
     logits = logits.to(tl.float32)
     if not IS_TEMPERED:
         logits = tempered(logits, tl.load(temperature_ptr + row // num_rows), GREEDY_BELOW, LOWEST)
-    has_nan = tl.max((logits != logits).to(tl.int32), axis=0)
-    logits = tl.where(logits == logits, logits, float("-inf"))
-    best = tl.max(logits, axis=0)
+    logits, best, has_nan = best_of_tile(logits)
     out = row * tl.num_programs(1) + tile
     tl.store(best_ptr + out, tl.where(has_nan > 0, float("nan"), best))
     tl.store(best_id_ptr + out, tl.min(tl.where(logits == best, ids, 0x7FFF_FFFF), axis=0).to(tl.int64))

@@ -85,6 +85,14 @@ def _tiles(values_BLV: Tensor, padding: tuple[int, int], value: float = -torch.i
 
 
 @kernel
+def best_of_tile(logits: tl.tensor) -> tl.tensor:
+    """In a kernel: logits with -inf for NaN, the largest of them, and whether there was a NaN, an integer."""
+    has_nan = tl.max((logits != logits).to(tl.int32), axis=0)
+    logits = tl.where(logits == logits, logits, float("-inf"))
+    return logits, tl.max(logits, axis=0), has_nan
+
+
+@kernel
 def _vocab_statistics_kernel(
     logits_ptr: tl.tensor,
     candidate_ptr: tl.tensor,
@@ -116,9 +124,7 @@ def _vocab_statistics_kernel(
     temperature = tl.load(temperature_ptr + request)
     if not IS_TEMPERED:
         logits = tempered(logits, temperature, GREEDY_BELOW, LOWEST)
-    has_nan = tl.max((logits != logits).to(tl.int32), axis=0)
-    logits = tl.where(logits == logits, logits, float("-inf"))
-    best = tl.max(logits, axis=0)
+    logits, best, has_nan = best_of_tile(logits)
     best_id = tl.min(tl.where(logits == best, ids, 0x7FFF_FFFF), axis=0)
     out = row * tl.num_programs(1) + tile
     tl.store(best_ptr + out, tl.where(has_nan > 0, float("nan"), best))
