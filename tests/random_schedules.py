@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from tests.schedules import MAX_TOKENS, PROMPTS, SAMPLINGS, EngineKind, RequestPlan, Schedule, faults, run
+from tests.schedules import MAX_TOKENS, PROMPTS, SAMPLINGS, EngineKind, RequestPlan, Schedule, faults, prepare, run
 
 
 def request_plans() -> st.SearchStrategy[RequestPlan]:
@@ -87,7 +88,13 @@ def _interruptions(is_wanted: bool) -> st.SearchStrategy[tuple[tuple[int, str], 
 
 
 def check_schedules(
-    num_schedules: int, seed_number: int, *, shrinks: bool = False, is_checked: bool = True, is_hybrid: bool = False
+    num_schedules: int,
+    seed_number: int,
+    *,
+    shrinks: bool = False,
+    is_checked: bool = True,
+    is_hybrid: bool = False,
+    plant: Callable[[pytest.MonkeyPatch], None] | None = None,
 ) -> None:
     """Run so many random schedules; the same ones for the same number.
 
@@ -97,6 +104,7 @@ def check_schedules(
         shrinks: looks for a smaller schedule with the fault, which takes its time.
         is_checked: as for `run`.
         is_hybrid: of targets with recurrent and latent layers, instead of dense ones.
+        plant: a fault to run them with; what requests do alone is found without it.
 
     Raises:
         AssertionError: one of them has a fault; hypothesis adds the schedule.
@@ -114,7 +122,12 @@ def check_schedules(
     )
     @given(schedules(_HYBRID_KINDS if is_hybrid else _KINDS))
     def check(schedule: Schedule) -> None:
-        assert faults(schedule, run(schedule, is_checked=is_checked)) == []
+        with pytest.MonkeyPatch.context() as patch:
+            if plant is not None:
+                prepare(schedule)
+                plant(patch)
+            outcome = run(schedule, is_checked=is_checked)
+        assert faults(schedule, outcome) == []
 
     check()
 

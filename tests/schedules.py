@@ -272,6 +272,13 @@ class Moment:
         return watched_pass
 
 
+def prepare(schedule: Schedule) -> None:
+    """Find out beforehand what a run of a schedule takes from other engines."""
+    least_num_blocks(schedule.block_size, schedule.family)
+    for request in schedule.requests:
+        plain_text(request.prompt, request.sampling, schedule.is_hybrid)
+
+
 def run(schedule: Schedule, *, is_checked: bool = True) -> Outcome:
     """Let a schedule happen.
 
