@@ -105,7 +105,7 @@ def run(
     *,
     drafter: LoadedDrafter | None = None,
     scripts: Mapping[str, Sequence[int]] | None = None,
-    max_num_seqs: int = 16,
+    max_num_seqs: int = 50,
     **choices: Any,
 ) -> tuple[dict[str, RequestResult], EngineStats]:
     """Run requests plainly, with a drafter, or with drafts from scripts."""

@@ -45,11 +45,13 @@ FEW = replace(GREEDY, max_tokens=4)
 
 def serve(engine: Engine, prompts: dict[str, list[int]], sampling: Any = GREEDY) -> list[RequestResult]:
     """One request after the other, so that each finds what those before it left."""
-    results = []
-    for name, prompt in prompts.items():
-        engine.add_request(prompt, sampling, name)
-        results += run(engine, [name])
-    return results
+    return [served_one(engine, name, prompt, sampling) for name, prompt in prompts.items()]
+
+
+def served_one(engine: Engine, name: str, prompt: Sequence[int], sampling: Any = GREEDY) -> RequestResult:
+    engine.add_request(prompt, sampling, name)
+    (result,) = run(engine, [name])
+    return result
 
 
 def hit_of(engine: Engine, prompt: Sequence[int], sampling: Any = FEW, **options: Any) -> int:
@@ -311,11 +313,12 @@ def answers_are_right(**settings: Any) -> bool:
     }
     asked = prompts | turns
     engine = helped(target, drafter_for(target, "dflash"), asked, max_num_seqs=2, **settings)
-    results = serve(engine, asked)
-    assert engine.stats().num_hit_tokens > 0
-    return all(
-        result.token_ids == stepwise_text(target, asked[result.request_id], GREEDY.max_tokens) for result in results
+    are_right = all(  # up to the first that is not
+        served_one(engine, name, prompt).token_ids == stepwise_text(target, prompt, GREEDY.max_tokens)
+        for name, prompt in asked.items()
     )
+    assert engine.stats().num_hit_tokens > 0
+    return are_right
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
