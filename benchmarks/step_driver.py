@@ -133,7 +133,8 @@ def _batches(
     slots = list(range(batch))
     flags = SamplingFlags.of([SamplingParameters(temperature=temperature)] * batch)
     thresholds = None if stopper is None else (0.0,) * num_drafts
-    plan = DraftPlan((num_drafts,) * batch, thresholds, is_adaptive=(True,) * batch, teaches=(True,) * batch)
+    adapts = (stopper is not None,) * batch
+    plan = DraftPlan((num_drafts,) * batch, thresholds, is_adaptive=adapts, teaches=(True,) * batch)
 
     def make(bound: int) -> StepBatch:
         bounds = [bound] * batch
