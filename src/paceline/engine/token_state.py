@@ -163,6 +163,8 @@ class TokenState:
         Returns:
             None where there is no rule at all.
         """
+        if grammar_mask_BLW is None and not flags.any_rules:
+            return None
         allowed_mask_BW = bias_ids_BM = bias_values_BM = held_ids_BM = held_before_B = penalties = bad_words = None
         if flags.any_allowed_ids and self._allowed_SW is not None:
             allowed_mask_BW = self._allowed_SW[slots_B]

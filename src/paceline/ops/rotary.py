@@ -8,6 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paceline.ops.native.rows import can_look_up_turns
+from paceline.ops.native.rows import turns as native_turns
+
 
 def rotary_table(frequencies_R2: Tensor, num_positions: int, *, scale: float = 1.0) -> Tensor:
     """Cosines and sines of every position.
@@ -63,6 +66,22 @@ def expand_rotary(table_2: Tensor, dtype: torch.dtype, *, is_neox_style: bool = 
     else:
         rows = cosine.repeat_interleave(2, dim=-1), torch.stack((-sine, sine), dim=-1).flatten(-2)
     return rows[0].unsqueeze(-2), rows[1].unsqueeze(-2)
+
+
+def rotary_turns(
+    table_P2R: Tensor, positions: Tensor, dtype: torch.dtype, *, is_neox_style: bool = True
+) -> tuple[Tensor, Tensor]:
+    """`expand_rotary` of the table's rows at some positions.
+
+    Args:
+        table_P2R: from `rotary_table`.
+        positions: int64 [...].
+        dtype: as for `expand_rotary`.
+        is_neox_style: the pairing.
+    """
+    if is_neox_style and can_look_up_turns(table_P2R, positions, dtype):
+        return native_turns(table_P2R, positions)
+    return expand_rotary(table_P2R[positions], dtype, is_neox_style=is_neox_style)
 
 
 def turn_heads(x_NH: Tensor, rows: tuple[Tensor, Tensor], *, is_neox_style: bool = True) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.ops.rotary import apply_rotary, expand_rotary, rotary_table, turn_heads
+from paceline.ops.rotary import apply_rotary, expand_rotary, rotary_table, rotary_turns, turn_heads
 
 FREQUENCIES = torch.tensor([1.0, 0.01])  # head size 4, theta 10000
 
@@ -102,3 +102,25 @@ def test_expanded_rows_in_16_bits_stay_within_rounding() -> None:
     y = turn_heads(x, expand_rotary(table, torch.bfloat16))
     assert y.dtype == torch.bfloat16
     assert (y.float() - apply_rotary(x.float(), table)).abs().max() <= 4 * 2**-8 * x.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_neox_style", [True, False])
+@pytest.mark.parametrize("half", [1, 2, 20])
+def test_turns_are_the_rows_at_the_positions(half: int, dtype: torch.dtype, is_neox_style: bool) -> None:
+    table = rotary_table(torch.logspace(0, -3, half), 60, scale=1.25)
+    table[3, 0] = torch.tensor([torch.nan, torch.inf, 1.00390625, 1.01171875])[:half].repeat(5)[:half]  # ties, too
+    table[4, 1] = -0.0
+    table.view(torch.int32)[5, 0, 0] = 0x7F800001  # a NaN whose upper half alone is infinity
+    positions = torch.tensor([[0, 59, 7], [3, 4, -1], [3, 5, 58]])
+    for view in (positions, positions.t(), positions[:0], positions[0, 1]):
+        expected = expand_rotary(table[view], dtype, is_neox_style=is_neox_style)
+        found = rotary_turns(table, view, dtype, is_neox_style=is_neox_style)
+        for one, other in zip(found, expected, strict=True):
+            bits = torch.int16 if dtype == torch.bfloat16 else torch.int32
+            assert one.shape == other.shape and torch.equal(one.isnan(), other.isnan())
+            sound = ~one.isnan()
+            assert torch.equal(one.contiguous().view(bits)[sound], other.contiguous().view(bits)[sound])
+    for outside in (60, -61):
+        with pytest.raises(IndexError):
+            rotary_turns(table, torch.tensor([0, outside]), dtype, is_neox_style=is_neox_style)

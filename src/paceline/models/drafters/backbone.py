@@ -41,7 +41,7 @@ from paceline.ops.native.layer import LayersCall
 from paceline.ops.norm_taps import join_taps, norm_taps
 from paceline.ops.paged_attention import PagedAttend
 from paceline.ops.rms_norm import rms_norm
-from paceline.ops.rotary import expand_rotary, turn_heads
+from paceline.ops.rotary import expand_rotary, rotary_turns, turn_heads
 from paceline.ops.skinny_tile import LARGEST_ROWS
 
 
@@ -280,7 +280,7 @@ class DrafterBackbone(nn.Module):
             x = run_fused(self._fused, x, turns, attend, is_neox_style=neox, offset_R=offset_R)
             fused_hidden: Tensor = self.norm(x)
             return fused_hidden
-        rows = expand_rotary(self.position_table[positions_BQ], x.dtype, is_neox_style=neox)
+        rows = rotary_turns(self.position_table, positions_BQ, x.dtype, is_neox_style=neox)
         native = self._native
         key_stride = attend.key_stride() if native is not None and isinstance(attend, InLayer) else None
         # Whoever changed or wrapped a layer since wants to see it run.

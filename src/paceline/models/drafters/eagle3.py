@@ -33,7 +33,7 @@ from paceline.models.layers import (
     set_drafter_mode,
 )
 from paceline.models.positions import position_table
-from paceline.ops.rotary import expand_rotary
+from paceline.ops.rotary import rotary_turns
 
 
 class DoubledLayer(nn.Module):
@@ -153,7 +153,7 @@ class Eagle3Drafter(nn.Module):
             What the head reads, and what the next row starts from, each [B, T, D].
         """
         neox = self.contract.is_neox_style
-        rows = expand_rotary(self.position_table[positions_BT], embeddings_BTD.dtype, is_neox_style=neox)
+        rows = rotary_turns(self.position_table, positions_BT, embeddings_BTD.dtype, is_neox_style=neox)
         x = hidden_BTD
         for index, layer in enumerate(self.layers):
             if isinstance(layer, DoubledLayer):

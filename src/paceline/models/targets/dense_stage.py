@@ -20,7 +20,7 @@ from paceline.models.layers import Attend, DecoderLayer, Linear, RMSNorm, Rotary
 from paceline.models.positions import position_table
 from paceline.models.taps import TapCollector
 from paceline.models.targets.stage import HandOver, require_layers
-from paceline.ops.rotary import expand_rotary
+from paceline.ops.rotary import rotary_turns
 
 
 class DenseStream(NamedTuple):
@@ -83,7 +83,7 @@ class DenseStage(nn.Module):
 
     def begin(self, embeddings_BTD: Tensor, positions_BT: Tensor) -> DenseStream:
         """The stream before layer 0."""
-        return DenseStream(embeddings_BTD, expand_rotary(self.position_table[positions_BT], embeddings_BTD.dtype))
+        return DenseStream(embeddings_BTD, rotary_turns(self.position_table, positions_BT, embeddings_BTD.dtype))
 
     def receive(self, handed: HandOver, positions_BT: Tensor) -> DenseStream:
         """The stream before this stage's first layer, from what the stage before handed over."""

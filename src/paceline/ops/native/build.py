@@ -50,6 +50,7 @@ _ARGUMENTS = {
     "paceline_turn_heads": [
         *(_POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _FLOAT, _INT),
     ],
+    "paceline_turns": [*([_POINTER] * 4), *([_SIZE] * 3)],
     "paceline_convolve": [
         *(_POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _INT),
     ],
@@ -73,6 +74,7 @@ _ARGUMENTS = {
 }
 # Those that say whether a number pointed outside of what there is.
 _ANSWERING = (
+    "paceline_turns",
     "paceline_step_rows",
     "paceline_table_rows",
     "paceline_block_rows",

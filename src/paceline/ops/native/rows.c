@@ -70,3 +70,29 @@ void paceline_convolve(
 #pragma omp parallel num_threads(num_threads) if (num_rows > 8)
     convolve_rows(x, base, delta, stride, offset, residual, y, num_rows, width, num_groups, num_taps);
 }
+
+ALWAYS_INLINE bfloat narrow_one(float wide) {
+    uint32_t bits;
+    memcpy(&bits, &wide, sizeof bits);
+    if ((bits & 0x7FFFFFFF) > 0x7F800000) return 0x7FC0; /* NaN */
+    return (bfloat)((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+}
+
+/* Cosines and signed sines of every channel, from rows of a table [P, 2, R / 2]; says 1 where a position has no row. */
+int32_t paceline_turns(
+    const float *table, const int64_t *positions, bfloat *cosines, bfloat *sines, int64_t num_rows,
+    int64_t num_positions, int64_t half) {
+    for (int64_t row = 0; row < num_rows; row++)
+        if (positions[row] < -num_positions || positions[row] >= num_positions) return 1;
+    for (int64_t row = 0; row < num_rows; row++) {
+        int64_t position = positions[row] < 0 ? positions[row] + num_positions : positions[row];
+        const float *from = table + position * 2 * half;
+        for (int64_t i = 0; i < half; i++, cosines++, sines++) {
+            cosines[0] = cosines[half] = narrow_one(from[i]);
+            sines[half] = narrow_one(from[half + i]);
+            sines[0] = sines[half] ^ 0x8000;
+        }
+        cosines += half, sines += half;
+    }
+    return 0;
+}

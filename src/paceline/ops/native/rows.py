@@ -187,6 +187,32 @@ def turn_heads_(
     )
 
 
+def can_look_up_turns(table_P2R: Tensor, positions: Tensor, dtype: torch.dtype) -> bool:
+    """Whether `turns` takes these and gives what is asked for."""
+    is_fit = dtype == torch.bfloat16 and table_P2R.dtype == torch.float32 and positions.dtype == torch.int64
+    return is_fit and table_P2R.is_cpu and table_P2R.is_contiguous() and library() is not None
+
+
+def turns(table_P2R: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """`rotary_turns` for channels in halves: bf16 cosines and signed sines, [..., 1, R] both."""
+    num_positions, _, half = table_P2R.shape
+    positions = positions.contiguous()
+    both = torch.empty(2, *positions.shape, 1, 2 * half, dtype=torch.bfloat16)
+    cosines, sines = both.unbind()
+    is_outside = loaded_library().paceline_turns(
+        table_P2R.data_ptr(),
+        positions.data_ptr(),
+        cosines.data_ptr(),
+        sines.data_ptr(),
+        positions.numel(),
+        num_positions,
+        half,
+    )
+    if is_outside:  # as torch would say it
+        raise IndexError(f"positions reach beyond {num_positions - 1}, the last one of the table")
+    return cosines, sines
+
+
 def convolve(
     x_TD: Tensor,
     base_UD: Tensor,

@@ -23,21 +23,14 @@ _SCORE_TYPES: Final = (torch.bfloat16, torch.float32)
 
 def can_run(*of_all_slots: Tensor | None) -> bool:
     """Whether operations on these arrays can be native: contiguous, on a CPU that has the library."""
-    for array in of_all_slots:
-        if array is not None and not (array.is_contiguous() and array.device.type == "cpu"):
-            return False
-    return library() is not None
+    fits = [array is None or (array.is_contiguous() and array.is_cpu) for array in of_all_slots]
+    return all(fits) and library() is not None
 
 
 def can_verify(scores_BLV: Tensor) -> bool:
     """Whether `verify_greedily` takes these scores."""
-    return (
-        scores_BLV.dtype in _SCORE_TYPES
-        and scores_BLV.shape[-1] > 0
-        and scores_BLV.device.type == "cpu"
-        and library() is not None
-        and not needs_gradient(scores_BLV)
-    )
+    is_here = scores_BLV.is_cpu and scores_BLV.dtype in _SCORE_TYPES and scores_BLV.shape[-1] > 0
+    return is_here and library() is not None and not needs_gradient(scores_BLV)
 
 
 def step_rows(
