@@ -170,9 +170,18 @@ class DraftLengthController:
         """Whether running requests may lose their context; a step for them is then a plain one."""
         return self._switches[kind].num_unpaid >= _BLOCKS_TO_GIVE_UP
 
-    def wants_another_request(self, kind: StepKind) -> bool:
-        """Whether a new request should be drafted for; always, unless it was given up and the next probe is not due."""
-        return not self.has_given_up(kind) or self._switches[kind].steps_to_probe <= 1
+    def wants_another_request(self, step: StepAhead) -> bool:
+        """Whether a new request should be drafted for; always, unless it was given up and the next probe is not due.
+
+        What was given up with many requests may pay with few, or the other way round, and is then given up no more.
+
+        Args:
+            step: like those that the request will be in, if all of them adapted.
+        """
+        switch = self._switches[step.kind]
+        if self.has_given_up(step.kind) and self._best(step, 0) > 0:
+            switch.backoff, switch.num_unpaid = 1, 0
+        return not self.has_given_up(step.kind) or switch.steps_to_probe <= 1
 
     def skip_step(self, kind: StepKind) -> None:
         """Count a step in which nobody could be drafted for."""
@@ -220,10 +229,13 @@ class DraftLengthController:
         for text in {block.text for block in drafted}:
             judged = [(block.num_drawn, block.num_accepted) for block in drafted if block.text == text]
             self._rates[text].observe(judged, _PROBE_MEMORY if is_probe else _MEMORY)
-        mean_tokens = 1 + sum(block.num_accepted for block in drafted) / len(drafted)
-        if is_probe and mean_tokens > self._cost_ratio(kind):
-            switch.backoff, switch.steps_to_probe, switch.num_unpaid = 1, 0, 0  # that one paid, so the next may
-        elif is_probe:
+        if is_probe:
+            num_accepted, cost_ratio = sum(block.num_accepted for block in drafted), self._cost_ratio(kind)
+            if 1 + num_accepted / max(len(drafted), switch.num_requests) > cost_ratio:
+                switch.steps_to_probe = 0  # that step paid, so the next may
+            if 1 + num_accepted / len(drafted) > cost_ratio:  # it would, were all requests drafted for
+                switch.backoff, switch.num_unpaid = 1, 0
+                return
             switch.num_unpaid += len(drafted)
             if self.has_given_up(kind):
                 switch.steps_to_probe = self._probe_interval(kind)

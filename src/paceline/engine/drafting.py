@@ -66,14 +66,22 @@ class Drafting:
         self._judged: list[JudgedBlock] = []
         self._stoppers: dict[bool, DraftStopper] = {}  # by whether a step is sampled
 
-    def settle(self, request: RunningRequest) -> None:
-        """Settle a request's mode, and whether drafts are made for it, before it is admitted for the first time."""
+    def settle(self, request: RunningRequest, running: Sequence[RunningRequest] = ()) -> None:
+        """Settle a request's mode, and whether drafts are made for it, before it is admitted for the first time.
+
+        Args:
+            request: not admitted yet.
+            running: those that it will share steps with.
+        """
         request.step_kind = StepKind.of(request.flags, has_grammar=request.grammar is not None)
         request.text_kind = TextKind(not request.flags.all_greedy, request.has_token_rules)
         request.draft_length = request.sampling.draft_length or self._settings.draft_length
         request.is_drafted = self._proposer is not None and request.draft_length != "off"
         if request.is_drafted and request.draft_length == "adaptive":
-            request.is_drafted = self._prepare_adapting().wants_another_request(request.step_kind)
+            count = len(running) + 1
+            kind = StepKind.joined({each.step_kind for each in (request, *running)})
+            step = StepAhead(kind, count, ((request.text_kind, count),))
+            request.is_drafted = self._prepare_adapting().wants_another_request(step)
 
     def _prepare_adapting(self) -> DraftLengthController:
         if not self._stoppers and self._holds_back:

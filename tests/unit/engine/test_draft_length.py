@@ -120,12 +120,12 @@ def test_it_gives_up_after_three_probes_and_tries_new_requests_after_that() -> N
     controller = controller_of(LinearCosts(1.0, 1.0))
     while controller.num_probes < 3:
         assert not controller.has_given_up(GREEDY_STEP)
-        assert controller.wants_another_request(GREEDY_STEP)
+        assert controller.wants_another_request(ahead())
         observe(controller, controller.next_num_drafts(ahead()), 0)
     assert controller.has_given_up(GREEDY_STEP)
-    assert not controller.wants_another_request(GREEDY_STEP)
+    assert not controller.wants_another_request(ahead())
     num_skipped = 0
-    while not controller.wants_another_request(GREEDY_STEP):
+    while not controller.wants_another_request(ahead()):
         controller.skip_step(GREEDY_STEP)
         num_skipped += 1
     assert 100 < num_skipped < 1000
@@ -246,7 +246,7 @@ def test_what_sampled_text_refuses_does_not_count_against_greedy_text() -> None:
     controller = controller_of(LinearCosts(1.0, 1.0))
     run(controller, 0.0, 600, random.Random(0), kind=SAMPLED_STEP)
     assert controller.is_off(SAMPLED_STEP) and controller.has_given_up(SAMPLED_STEP)
-    assert not controller.has_given_up(GREEDY_STEP) and controller.wants_another_request(GREEDY_STEP)
+    assert not controller.has_given_up(GREEDY_STEP) and controller.wants_another_request(ahead())
     assert controller.next_num_drafts(ahead()) == 7
 
 
@@ -308,6 +308,43 @@ def test_blocks_that_were_under_way_when_drafting_stopped_are_no_probe() -> None
         controller.observe(GREEDY_STEP, [JudgedBlock(GREEDY_TEXT, 7, accepted)] * 8)
         assert not controller.has_given_up(GREEDY_STEP)
     assert controller.next_num_drafts(ahead(8)) == 0, "one step in fifty, not one in three"
+
+
+def test_what_was_given_up_with_many_requests_is_not_given_up_with_few() -> None:
+    """And the other way round where the host is what plain steps wait for: costs decide, chances are known."""
+
+    class Crowded(LinearCosts):
+        def verify_ms(self, num_requests: int, num_drafts: int) -> float:
+            return 10 + max(0, num_requests * num_drafts - 8) * self.row_ms
+
+        def step_ms(self, num_requests: int, num_drafts: int) -> float:
+            return self.verify_ms(num_requests, num_drafts) + self.draft_ms * num_drafts
+
+        def plain_ms(self, num_requests: int) -> float:
+            return 10.0
+
+    controller = controller_of(Crowded(1.0, 0.2))
+    run(controller, 0.3, 300, random.Random(1), num_requests=64)
+    assert controller.has_given_up(GREEDY_STEP)
+    assert not controller.wants_another_request(ahead(64))
+    assert controller.wants_another_request(ahead(2))
+    assert not controller.has_given_up(GREEDY_STEP), "or the new ones would lose their context at once"
+    assert controller.next_num_drafts(ahead(2)) > 0
+
+
+def test_a_newcomer_that_drafts_well_does_not_make_every_step_a_probe() -> None:
+    """It brings drafting back for those that come after it; the 31 that lost their context gain nothing."""
+    controller = controller_of(LinearCosts(1.0, 1.0))
+    run(controller, 0.0, 300, random.Random(1), num_requests=32)
+    assert controller.has_given_up(GREEDY_STEP)
+    one_of_32 = StepAhead(GREEDY_STEP, 32, ((GREEDY_TEXT, 1),))
+    num_before, waiting = controller.num_probes, 0
+    for _ in range(320):
+        planned = controller.next_num_drafts(one_of_32)
+        controller.observe(GREEDY_STEP, [JudgedBlock(GREEDY_TEXT, waiting, min(waiting, 3))])
+        waiting = planned
+    assert not controller.has_given_up(GREEDY_STEP)
+    assert 0 < controller.num_probes - num_before < 320 / 14
 
 
 # Many requests

@@ -58,7 +58,7 @@ def serve(num_requests: int, rate: float, num_steps: int, *, takes_sampled_for_g
     for _ in range(num_steps):
         if not has_context:  # requests come and go; a new one is asked for where a probe is due
             controller.skip_step(SAMPLED_STEP)
-            has_context = controller.wants_another_request(SAMPLED_STEP)
+            has_context = controller.wants_another_request(step)
         planned = controller.next_num_drafts(step) if has_context else 0
         row_index = padded(max(waiting, planned))
         ms = device.sampled_ms[row_index] if has_context or row_index > 0 else device.plain_ms
