@@ -12,15 +12,7 @@ from torch import Tensor
 from paceline.ops import noise
 from paceline.ops.block_rows import block_rows_reference, block_rows_triton
 from paceline.ops.commit_step import commit_step_reference, commit_step_triton
-from paceline.ops.draft_chances import (
-    NUM_SUMS,
-    Coefficients,
-    KnownFeatures,
-    hold_back_drafts_reference,
-    hold_back_drafts_triton,
-    observe_drafts_reference,
-    observe_drafts_triton,
-)
+from paceline.ops.draft_chances import Coefficients, KnownFeatures, hold_back_drafts_reference, hold_back_drafts_triton
 from paceline.ops.draw_candidates import (
     candidate_log_q_reference,
     candidate_log_q_triton,
@@ -29,6 +21,7 @@ from paceline.ops.draw_candidates import (
 )
 from paceline.ops.finalise_block import Verdict
 from paceline.ops.largest_ids import largest_ids_reference, largest_ids_triton
+from paceline.ops.observe_drafts import NUM_SUMS, observe_drafts_reference, observe_drafts_triton
 from paceline.ops.slot_columns import FIRST_STOP, IS_ALIVE, LIMIT, NUM_FRACTIONS, NUM_WHOLE, SlotColumns
 from paceline.ops.step_rows import CacheCells, WaitingDrafts, step_rows_reference, step_rows_triton
 from paceline.ops.stop_row import row_masses_reference, row_masses_triton, stop_noise_reference, stop_noise_triton

@@ -15,7 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.ops.draft_chances import NUM_SUMS, Coefficients, NewtonSums, chances
+from paceline.ops.draft_chances import Coefficients, chances
+from paceline.ops.observe_drafts import NUM_SUMS, NewtonSums
 
 STEPS_PER_UPDATE = 100
 _RIDGE = 1e-3

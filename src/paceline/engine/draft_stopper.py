@@ -18,7 +18,8 @@ from torch import Tensor
 from paceline.engine.acceptance_estimator import AcceptanceEstimator
 from paceline.engine.transfers import to_device
 from paceline.models.drafters.proposal import Proposal
-from paceline.ops.draft_chances import KnownFeatures, hold_back_drafts, observe_drafts
+from paceline.ops.draft_chances import KnownFeatures, hold_back_drafts
+from paceline.ops.observe_drafts import observe_drafts
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,8 @@ import torch
 from torch import Tensor
 
 from paceline.engine.acceptance_estimator import STEPS_PER_UPDATE, AcceptanceEstimator, newton_step
-from paceline.ops.draft_chances import (
-    KnownFeatures,
-    NewtonSums,
-    chances,
-    draft_features,
-    largest_log_odds,
-    newton_sums,
-    observe_drafts,
-)
+from paceline.ops.draft_chances import KnownFeatures, chances, draft_features, largest_log_odds
+from paceline.ops.observe_drafts import NewtonSums, newton_sums, observe_drafts
 
 CPU = torch.device("cpu")
 SLOPE, INTERCEPT = torch.tensor(0.5, dtype=torch.float64), torch.full((2,), -0.2, dtype=torch.float64)

@@ -146,7 +146,7 @@ from triton.compiler import ASTSource
 from paceline.ops import block_rows, candidate_walk, commit_step, context_kv, draw_candidates, finalise_block
 from paceline.ops import finalise_rows, grouped_convolution, noise, paged_attention_kernel, sample_tokens, step_rows
 from paceline.ops import draft_chances, largest_ids, linear_gated, stop_row, store_drafts, target_distribution
-from paceline.ops import add_norm, top_k_tokens, vocab_statistics
+from paceline.ops import add_norm, observe_drafts, top_k_tokens, vocab_statistics
 from paceline.ops.skinny_launch import make_cut
 from paceline.ops.skinny_tile import Tile
 
@@ -259,7 +259,7 @@ for source in (0, 1, 2):
         | {"HAS_ADAPTIVE": True, "LIMIT": 40.0, "DRAFTS": 8, "CANDIDATES": 16},
     )
 compile_for_hopper(
-    draft_chances._observe_drafts_kernel,
+    observe_drafts._observe_drafts_kernel,
     named("slots_ptr draft_ptr accepted_ptr", "i64") | named("teaches_ptr", "u8") | named("sums_ptr", "fp64") | CHANCES,
     named("num_requests num_kept", "i32"),
     {"NUM_DRAFTS": 7, "HAS_TEACHES": True, "REQUESTS": 128, "DRAFTS": 8},
