@@ -66,19 +66,20 @@ class Drafting:
         self._judged: list[JudgedBlock] = []
         self._stoppers: dict[bool, DraftStopper] = {}  # by whether a step is sampled
 
-    def settle(self, request: RunningRequest, running: Sequence[RunningRequest] = ()) -> None:
+    def settle(self, request: RunningRequest, running: Sequence[RunningRequest] = (), *, num_waiting: int = 1) -> None:
         """Settle a request's mode, and whether drafts are made for it, before it is admitted for the first time.
 
         Args:
             request: not admitted yet.
             running: those that it will share steps with.
+            num_waiting: requests that want to join them, this one included: they will share steps, too.
         """
         request.step_kind = StepKind.of(request.flags, has_grammar=request.grammar is not None)
         request.text_kind = TextKind(not request.flags.all_greedy, request.has_token_rules)
         request.draft_length = request.sampling.draft_length or self._settings.draft_length
         request.is_drafted = self._proposer is not None and request.draft_length != "off"
         if request.is_drafted and request.draft_length == "adaptive":
-            count = len(running) + 1
+            count = min(len(running) + num_waiting, self._settings.max_num_seqs)
             kind = StepKind.joined({each.step_kind for each in (request, *running)})
             step = StepAhead(kind, count, ((request.text_kind, count),))
             request.is_drafted = self._prepare_adapting().wants_another_request(step)

@@ -306,7 +306,7 @@ class EngineLoop:
             first = scheduler.waiting[0]
             if first.admission == 0:
                 try:
-                    self.drafting.settle(first, scheduler.running)
+                    self.drafting.settle(first, scheduler.running, num_waiting=len(scheduler.waiting))
                 except Exception as error:  # such as no memory to measure what a step costs
                     self._passed_on(first, first.fail(error, doing="it could not be prepared for drafting"))
                     continue

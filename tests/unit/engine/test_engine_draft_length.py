@@ -149,6 +149,19 @@ def test_a_useless_drafter_costs_nothing_once_it_is_given_up(monkeypatch: pytest
     assert texts(results) == texts(Engine(target).generate(prompts, GREEDY))
 
 
+def test_whether_a_request_is_drafted_for_is_asked_for_all_that_come_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of a burst is alone in the engine for a moment; what pays for one need not pay for four."""
+    made_up(monkeypatch, row_ms=0.1, draft_ms=0.1)
+    target, drafter = loaded()
+    engine = Engine(target, drafter, EngineSettings(draft_length="adaptive", max_num_seqs=4))
+    asked: list[int] = []
+    controller = engine._loop.drafting.planner.prepare()
+    controller.wants_another_request = lambda step: asked.append(step.num_requests) or True  # type: ignore[func-returns-value]
+    engine.generate(tiny_prompts([4] * 6), with_mode(None, max_tokens=3))
+    assert asked[:4] == [4] * 4
+    assert len(asked) == 6
+
+
 def test_a_given_up_drafter_is_found_good_by_a_new_request(monkeypatch: pytest.MonkeyPatch) -> None:
     made_up(monkeypatch, row_ms=0.1, draft_ms=0.1)
     target, _ = loaded()
