@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -31,6 +32,12 @@ settings.load_profile("paceline")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Integration tests begin, in the order drawn for them: a long one at the end would keep a single worker busy."""
     items.sort(key=lambda item: "integration" not in item.path.parts)
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end, some 700,000 objects that no collection of garbage has to walk again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 from typing import Any
@@ -39,6 +40,11 @@ def settings() -> EngineSettings:
     return EngineSettings(max_num_seqs=AT_ONCE, block_size=8, verify_method="match")
 
 
+@functools.cache
+def plain_texts(sampling: SamplingParameters) -> list[tuple[int, ...]]:
+    return texts(engine(None).generate(PROMPTS, sampling))
+
+
 def texts(results: list[RequestResult]) -> list[tuple[int, ...]]:
     return [result.token_ids for result in results]
 
@@ -55,7 +61,7 @@ def texts(results: list[RequestResult]) -> list[tuple[int, ...]]:
     ],
 )
 def test_the_limit_is_reached_and_nothing_leaks(family: str, sampling: SamplingParameters) -> None:
-    plain = texts(engine(None).generate(PROMPTS, sampling))
+    plain = plain_texts(sampling)
     assert [len(text) for text in plain] == [LIMIT - length for length in LENGTHS]
     drafting = engine(family, max_position_embeddings=4 * LIMIT)  # so it drafts to the very end
     start = drafting.stats()
@@ -90,7 +96,7 @@ def test_a_leak_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("family", ["dflash", "eagle3"])
 def test_a_drafter_with_fewer_positions_than_the_limit(family: str) -> None:
-    plain = texts(engine(None).generate(PROMPTS, WITHOUT_END))
+    plain = plain_texts(WITHOUT_END)
     drafting = engine(family, max_position_embeddings=LIMIT - 13)
     for _ in range(3):
         assert texts(drafting.generate(PROMPTS, WITHOUT_END)) == plain

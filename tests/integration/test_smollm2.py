@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[2]
 DRAFTERS = [ROOT / "drafters" / f"smollm2-135m-instruct-{family}" for family in ("dflash", "dflash2")]
 ALIAS = "smollm2-135m-instruct"
 GREEDY = SamplingParameters(max_tokens=32)
+SETTINGS = EngineSettings(max_num_seqs=3, max_model_len=256)
 
 pytestmark = pytest.mark.skipif(not DRAFTERS[0].is_dir(), reason="a source archive comes without the drafters")
 
@@ -127,26 +128,26 @@ def test_greedy_text_agrees_with_transformers(target: LoadedTarget, theirs: Any)
 
 
 @pytest.fixture(scope="module")
-def answers(
-    exact: LoadedTarget, drafter: LoadedDrafter, prompts: list[list[int]]
-) -> tuple[list[RequestResult], list[RequestResult]]:
-    """Plain and speculative."""
+def plain(exact: LoadedTarget, prompts: list[list[int]]) -> list[RequestResult]:
+    """What every drafter has to come to."""
     set_linear_mode(exact.model, "row_invariant")
-    settings = EngineSettings(max_num_seqs=3, max_model_len=256)
-    plain = Engine(exact, None, settings).generate(prompts, GREEDY)
-    return plain, Engine(exact, drafter, settings).generate(prompts, GREEDY)
+    return Engine(exact, None, SETTINGS).generate(prompts, GREEDY)
 
 
-def test_speculative_ids_equal_plain_ids(answers: tuple[list[RequestResult], list[RequestResult]]) -> None:
-    plain, speculative = answers
+@pytest.fixture(scope="module")
+def speculative(exact: LoadedTarget, drafter: LoadedDrafter, prompts: list[list[int]]) -> list[RequestResult]:
+    set_linear_mode(exact.model, "row_invariant")
+    return Engine(exact, drafter, SETTINGS).generate(prompts, GREEDY)
+
+
+def test_speculative_ids_equal_plain_ids(plain: list[RequestResult], speculative: list[RequestResult]) -> None:
     assert [result.token_ids for result in speculative] == [result.token_ids for result in plain]
     assert all(len(result.token_ids) == 32 for result in plain)
     assert all(result.trace.lossless for result in speculative)
 
 
-def test_the_drafter_is_worth_its_name(answers: tuple[list[RequestResult], list[RequestResult]]) -> None:
+def test_the_drafter_is_worth_its_name(speculative: list[RequestResult]) -> None:
     """An alarm, not a benchmark: a drafter with wrong taps, mask or positions stays near 1."""
-    _, speculative = answers
     summary = AcceptanceSummary.from_steps(record for result in speculative for record in result.trace.records)
     assert summary.acceptance_length > 1.5
 

@@ -11,6 +11,7 @@ from tests.tiny import loaded, tiny_prompts
 from tests.unit.engine.attend_cases import CHOICES, filled_cache, new_rows, where
 from tests.unit.engine.test_engine_families import FAMILIES
 
+from paceline.checkpoint.contract import TargetContract
 from paceline.engine import paged_attends
 from paceline.engine.attends import AttentionChoice, attend_block, write_then_attend
 from paceline.engine.engine import Engine, EngineSettings
@@ -83,6 +84,16 @@ def texts(target: LoadedTarget, drafter: LoadedDrafter | None, *, at_once: int, 
     return found
 
 
+_TEXTS_ALONE: dict[TargetContract, list[list[int]]] = {}
+
+
+def texts_alone(target: LoadedTarget) -> list[list[int]]:
+    """One request at a time under exact attention; targets with one contract have the same weights here."""
+    if target.contract not in _TEXTS_ALONE:
+        _TEXTS_ALONE[target.contract] = texts(target, None, at_once=1, prefix_cache=False)
+    return _TEXTS_ALONE[target.contract]
+
+
 def force_paged(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AttentionChoice, "for_device", lambda *_args, **_options: PAGED)
 
@@ -90,7 +101,7 @@ def force_paged(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_texts_are_those_of_exact_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target, drafter = loaded("qwen3", linear_mode="plain", **FAMILIES[name])
-    alone = texts(target, None, at_once=1, prefix_cache=False)
+    alone = texts_alone(target)
     force_paged(monkeypatch)
     assert texts(target, drafter, at_once=3, prefill_chunk_size=16, block_size=8) == alone
     assert texts(target, drafter, at_once=5, run_ahead=True, block_size=16, prefix_cache=False) == alone
@@ -99,7 +110,7 @@ def test_greedy_texts_are_those_of_exact_attention(name: str, monkeypatch: pytes
 def test_fused_layers_on_a_cpu_store_their_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole path of a GPU, through the definitions of its kernels; nobody calls the attention with keys."""
     target, _ = loaded("qwen3", linear_mode="plain")
-    alone = texts(target, None, at_once=1, prefix_cache=False)
+    alone = texts_alone(target)
 
     def refuse(*_: object, **__: object) -> torch.Tensor:
         raise AssertionError("rows were handed over to be stored")
