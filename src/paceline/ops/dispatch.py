@@ -86,7 +86,8 @@ def choose(
         run, version = triton_version, "triton"
     elif native_version is not None and device == "cpu":
         run, version = native_version, "native"
-    report(name, device, version)
+    if _chosen.get((name, device)) != version:
+        _report(name, device, version)
     return run
 
 

@@ -8,6 +8,8 @@ enum { TEMPERATURE, TOP_P, MIN_P, NUM_FRACTIONS };
 enum { SOUND, NOT_A_NUMBER, NOTHING_LEFT };
 enum { NO_TOKEN = -1, FIRST_CELL = 1 };
 
+#define AT_ONCE 4
+
 ALWAYS_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 ALWAYS_INLINE int64_t within(int64_t x, int64_t lowest, int64_t highest) {
@@ -121,24 +123,35 @@ ALWAYS_INLINE __m512 load_scores(const void *row, int64_t at, __mmask16 lanes, i
                       : _mm512_maskz_loadu_ps(lanes, (const float *)row + at);
 }
 
-/* Where the largest score of a row stands first; *fault says whether it may be chosen. */
+/* Where the largest score of a row stands first; *fault says whether it may be chosen. The largest is found in several
+   registers that wait for none of each other, then looked for: keeping track of its place would take thrice as long. */
 ALWAYS_INLINE int64_t best_of_row(const void *row, int64_t width, int32_t are_halves, int64_t *fault) {
-    __m512i place = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), at_best = place;
-    __m512 best = _mm512_set1_ps(-INFINITY);
+    __m512 best[AT_ONCE];
     __mmask16 is_nan = 0;
-    for (int64_t at = 0; at < width; at += LANES) {
+    int64_t at = 0;
+    for (int64_t i = 0; i < AT_ONCE; i++) best[i] = _mm512_set1_ps(-INFINITY);
+    for (; at + AT_ONCE * LANES <= width; at += AT_ONCE * LANES)
+        for (int64_t i = 0; i < AT_ONCE; i++) {
+            __m512 here = load_scores(row, at + i * LANES, 0xFFFF, are_halves);
+            is_nan |= _mm512_cmp_ps_mask(here, here, _CMP_UNORD_Q);
+            best[i] = _mm512_max_ps(here, best[i]);
+        }
+    for (; at < width; at += LANES) {
         __mmask16 lanes = first_lanes(width - at);
         __m512 here = load_scores(row, at, lanes, are_halves);
-        __mmask16 is_more = _mm512_mask_cmp_ps_mask(lanes, here, best, _CMP_GT_OQ);
         is_nan |= _mm512_mask_cmp_ps_mask(lanes, here, here, _CMP_UNORD_Q);
-        best = _mm512_mask_mov_ps(best, is_more, here);
-        at_best = _mm512_mask_mov_epi32(at_best, is_more, place);
-        place = _mm512_add_epi32(place, _mm512_set1_epi32(LANES));
+        best[0] = _mm512_mask_max_ps(best[0], lanes, here, best[0]);
     }
-    float largest = _mm512_reduce_max_ps(best);
+    for (int64_t i = 1; i < AT_ONCE; i++) best[0] = _mm512_max_ps(best[0], best[i]);
+    float largest = _mm512_reduce_max_ps(best[0]);
     *fault = is_nan || largest == INFINITY ? NOT_A_NUMBER : largest == -INFINITY ? NOTHING_LEFT : SOUND;
-    __mmask16 is_best = _mm512_cmp_ps_mask(best, _mm512_set1_ps(largest), _CMP_EQ_OQ);
-    return _mm512_mask_reduce_min_epi32(is_best, at_best);
+    if (*fault != SOUND) return NO_TOKEN;
+    for (at = 0;; at += LANES) {
+        __mmask16 lanes = first_lanes(width - at);
+        __m512 here = load_scores(row, at, lanes, are_halves);
+        __mmask16 is_best = _mm512_mask_cmp_ps_mask(lanes, here, _mm512_set1_ps(largest), _CMP_EQ_OQ);
+        if (is_best) return at + __builtin_ctz(is_best);
+    }
 }
 
 /* Drafts that are their rows' best, up to the first that is not; rows behind it are not looked at. */
@@ -149,7 +162,7 @@ ALWAYS_INLINE void judge(
         int64_t fault, chosen = best_of_row(scores + row * row_bytes, width, are_halves, &fault);
         if (row < num_drafts && fault == SOUND && drafts[row] == chosen) continue;
         verdict[0] = row;
-        verdict[num_requests] = fault == SOUND ? chosen : NO_TOKEN;
+        verdict[num_requests] = chosen;
         verdict[2 * num_requests] = fault;
         verdict[3 * num_requests] = 0;
         return;

@@ -176,7 +176,7 @@ def test_verdicts_on_many_requests(num_drafts: int, width: int, dtype: torch.dty
 
 
 def test_the_first_of_equal_scores_is_the_best_wherever_it_stands() -> None:
-    for width in (16, 17, 40, 64):
+    for width in (16, 17, 40, 64, 130):
         for first in range(width):
             for dtype in (torch.float32, torch.bfloat16):
                 scores = torch.full((1, 1, width), -1.0, dtype=dtype)
