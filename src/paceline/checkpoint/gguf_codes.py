@@ -16,6 +16,8 @@ from torch import Tensor
 BLOCK = 32
 _SCALE_BYTES = 2
 _LARGEST_CODE = 127
+_LEAST_SCALE, _LARGEST_SCALE = 2.0**-20, 65504.0  # of half precision: from where it still has four bits
+_ROWS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
@@ -74,16 +76,26 @@ def read_codes(blocks_OCX: Tensor, kind: str) -> BlockCodes:
 
 
 def nearest_codes(weight_OI: Tensor) -> BlockCodes | None:
-    """A weight rounded to codes of 8 bits; None where its rows are no whole blocks, or some number is too large."""
+    """A weight rounded to codes of 8 bits; None where rows are no whole blocks, or half precision has no such scale.
+
+    Scales are rounded up, so no code is cut off; far below the normal numbers that would be by too much.
+    """
     if weight_OI.shape[1] % BLOCK:
         return None
-    blocks_OCX = weight_OI.detach().float().unflatten(1, (-1, BLOCK))
-    scales_OC = (blocks_OCX.abs().amax(-1) / _LARGEST_CODE).half()
-    if not bool(torch.isfinite(scales_OC).all()):
-        return None
-    steps_OCX = blocks_OCX / scales_OC.float().unsqueeze(-1)
-    codes = steps_OCX.nan_to_num(0.0).round().clamp(-_LARGEST_CODE, _LARGEST_CODE)  # 0 / 0: a block of zeros
-    return BlockCodes(scales_OC, None, codes.to(torch.int8).flatten(1))
+    parts = []
+    for rows_OI in weight_OI.detach().split(_ROWS_AT_ONCE):  # in float32 they are many times as large
+        blocks_OCX = rows_OI.float().unflatten(1, (-1, BLOCK))
+        scales_OC = blocks_OCX.abs().amax(-1) / _LARGEST_CODE
+        is_fit = (scales_OC == 0) | ((scales_OC >= _LEAST_SCALE) & (scales_OC <= _LARGEST_SCALE))
+        if not bool(is_fit.all()):
+            return None
+        held_OC = scales_OC.half()
+        is_less_OC = held_OC.float() < scales_OC
+        held_OC = (held_OC.view(torch.int16) + is_less_OC).view(torch.float16)  # the next number up
+        steps_OCX = blocks_OCX / held_OC.float().clamp(min=_LEAST_SCALE).unsqueeze(-1)
+        codes = steps_OCX.round_().clamp_(-_LARGEST_CODE, _LARGEST_CODE).to(torch.int8)
+        parts.append(BlockCodes(held_OC, None, codes.flatten(1)))
+    return join(parts)
 
 
 def join(parts: Sequence[BlockCodes]) -> BlockCodes:

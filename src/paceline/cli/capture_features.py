@@ -143,6 +143,7 @@ def load_capture(job: FeatureJob) -> FeatureCapture:
         dtype=run.target.dtype,
         device=run.device,
         linear_mode=run.target.linear_mode,
+        takes_codes=False,
         offline=job.offline,
     )
     texts = read_texts(run, target.contract, target.tokenizer)

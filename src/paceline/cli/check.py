@@ -86,7 +86,7 @@ def check(
 
     questions = _read_prompts(prompts, num_prompts)
     options.set_threads(threads, environment)
-    loaded = _load_target(target, dtype, device, linear_mode, offline=offline)
+    loaded = _load_target(target, dtype, device, linear_mode, takes_codes=not record, offline=offline)
     folder = locate_drafter(drafter, offline=offline)
     answer = _Answer(drafter, target)
     pair = _load_drafter(folder, loaded, answer)
@@ -119,7 +119,13 @@ def _read_prompts(path: Path | None, limit: int | None) -> list[Prompt]:
 
 
 def _load_target(
-    name: str, dtype: str | None, device: str | None, linear_mode: str | None, *, offline: bool
+    name: str,
+    dtype: str | None,
+    device: str | None,
+    linear_mode: str | None,
+    *,
+    takes_codes: bool,
+    offline: bool,
 ) -> LoadedTarget:
     from paceline.configuration.generation import ModelRun
     from paceline.configuration.load import load_settings
@@ -127,7 +133,14 @@ def _load_target(
 
     values = {"model": name, "dtype": dtype, "device": device, "linear_mode": linear_mode}
     run = load_settings(ModelRun, None, (), {**values, "offline": options.given(offline)})
-    return load_target(run.model, dtype=run.dtype, device=run.device, linear_mode=run.linear_mode, offline=run.offline)
+    return load_target(
+        run.model,
+        dtype=run.dtype,
+        device=run.device,
+        linear_mode=run.linear_mode,
+        takes_codes=takes_codes,
+        offline=run.offline,
+    )
 
 
 def _load_drafter(folder: Path, target: LoadedTarget, answer: _Answer) -> LoadedDrafter | None:

@@ -61,7 +61,12 @@ def parity(
     values = {"model": target, "dtype": dtype, "device": device, "linear_mode": linear_mode}
     run = load_settings(ModelRun, None, (), {**values, "offline": options.given(offline)})
     served_by = load_target(
-        run.model, dtype=run.dtype, device=run.device, linear_mode=run.linear_mode, offline=run.offline
+        run.model,
+        dtype=run.dtype,
+        device=run.device,
+        linear_mode=run.linear_mode,
+        takes_codes=False,
+        offline=run.offline,
     )
     folder = locate_drafter(drafter, offline=offline)
     served = load_drafter(str(folder), served_by, check_fingerprint=False)

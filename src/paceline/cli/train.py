@@ -91,6 +91,7 @@ def _train(run: TrainRun, *, resume: bool, offline: bool, session: options.Sessi
                     dtype=run.target.dtype,
                     device=str(ranks.device),
                     linear_mode=run.target.linear_mode,
+                    takes_codes=False,
                     offline=offline,
                 )
             )

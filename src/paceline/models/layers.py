@@ -5,7 +5,7 @@ B requests, T tokens, D width, N query heads, M key/value heads, H head size, I 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -33,7 +33,6 @@ LinearMode = Literal["plain", "packed", "native", "quantized", "int8", "row_inva
 # codes with rows in 8 bits.
 CODE_MODES: tuple[LinearMode, ...] = ("quantized", "int8")
 NATIVE_MODES: tuple[LinearMode, ...] = ("native", *CODE_MODES)
-_CODE_PACKERS = {"quantized": quantized.pack_codes, "int8": integers.pack_integers}
 RotaryRows = tuple[Tensor, Tensor]  # from `ops.rotary.expand_rotary`, for the tokens of one forward pass
 FusedRows = Tensor  # float32 [B * T, 2, R / 2], rows of a position table, for fused layers
 
@@ -142,7 +141,7 @@ class Linear(Block):
         """
         if not native_rows.can_pack(self.weight):
             return None
-        pack = _CODE_PACKERS.get(self.mode)
+        pack = _code_packer(self.mode)
         codes = None if pack is None else self._codes()
         if pack is None or codes is None:
             return native_rows.pack(self.weight, self.bias, is_gated=is_gated)
@@ -175,6 +174,15 @@ class Linear(Block):
         part._may_round = self._may_round
         part.set_mode(self.mode)
         return part
+
+
+def _code_packer(mode: LinearMode) -> Callable[..., NativeWeight] | None:
+    """What lays codes out for a mode's products, where this machine has these."""
+    if mode == "quantized" and quantized.can_run_quantized():
+        return quantized.pack_codes
+    if mode == "int8" and integers.can_run_integers():
+        return integers.pack_integers
+    return None
 
 
 @runtime_checkable

@@ -37,7 +37,7 @@ from paceline.models.capabilities import require_taps
 from paceline.models.drafters.table import Drafter
 from paceline.models.fingerprint import check_fingerprint as replay
 from paceline.models.fingerprint import is_old
-from paceline.models.layers import Linear, LinearMode, set_linear_mode
+from paceline.models.layers import CODE_MODES, Linear, LinearMode, set_linear_mode
 from paceline.models.target_weights import fill_target
 from paceline.models.targets.target import Target
 from paceline.models.weight_copy import copy_weight
@@ -105,6 +105,7 @@ def load_target(
     dtype: str = "auto",
     device: str = "auto",
     linear_mode: LinearMode | Literal["auto"] = "auto",
+    takes_codes: bool = True,
     offline: bool = False,
 ) -> LoadedTarget:
     """Load a target.
@@ -115,6 +116,8 @@ def load_target(
         device: "auto", "cpu", "cuda" or "cuda:N".
         linear_mode: "auto" takes fused layers of bf16 on a GPU, native products of bf16 on CPUs that have the
             instructions, with the codes of a quantised file where it has some, and else packs the weights.
+        takes_codes: whether "auto" may multiply codes. Not where states are learned from, recorded or held against
+            those of the weights themselves, from which rounded rows differ as a small fault does.
         offline: never touch the network.
     Raises:
         CheckpointError: missing, damaged, incomplete or unsupported files.
@@ -125,7 +128,8 @@ def load_target(
     where = resolve_device(device)
     model = empty_target(contract, resolve_dtype(dtype, where), where)
     fill_target(model, contract, path)
-    mode = resolve_linear_mode(linear_mode, model.norm.weight, contract, has_codes=_has_codes(model))
+    has_codes = _has_codes(model) and (takes_codes or linear_mode != "auto")
+    mode = resolve_linear_mode(linear_mode, model.norm.weight, contract, has_codes=has_codes)
     set_linear_mode(model, mode)
     _log.info("target %s: %s on %s, linear mode %s", contract.name, model.norm.weight.dtype, where, mode)
     return LoadedTarget(model, contract, open_tokenizer(path), mode)
@@ -168,6 +172,11 @@ def resolve_linear_mode(
         raise ConfigError(
             f"linear mode 'native' was asked for; this target in {weight.dtype} on {weight.device} has no native form",
             hint="--dtype bfloat16 for a dense target on a Linux CPU with AVX512-bf16 and gcc, or --linear-mode auto",
+        )
+    if asked in CODE_MODES and contract is None:
+        raise ConfigError(
+            f"linear mode {asked!r} was asked for; only targets that one process holds have their codes multiplied",
+            hint="--linear-mode auto",
         )
     if (asked == "quantized" and not can_be_quantized) or (asked == "int8" and not can_be_int8):
         instructions = "AVX512-VBMI" if asked == "quantized" else "AVX512-VNNI"

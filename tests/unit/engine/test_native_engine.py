@@ -16,8 +16,9 @@ from paceline.engine import native_attends
 from paceline.engine.engine import Engine
 from paceline.engine.request import SamplingParameters
 from paceline.engine.settings import EngineSettings
-from paceline.models.layers import set_linear_mode
+from paceline.models.layers import CODE_MODES, LinearMode, set_linear_mode
 from paceline.models.loading import LoadedDrafter, LoadedTarget
+from paceline.ops.native.integers import can_run_integers
 from paceline.ops.native.layer import LayersCall
 from paceline.ops.native.quantized import can_run_quantized
 from paceline.ops.native.rows import can_run
@@ -87,20 +88,22 @@ def test_layers_in_one_call_give_the_texts_of_layers_that_are_called(
     assert texts(target, drafter, at_once=5) != alone, "and a layer that was replaced is run as it is now"
 
 
-@pytest.mark.skipif(not can_run_quantized(), reason="no products with codes on this machine")
-@pytest.mark.parametrize("drafter_family", ["dflash2", "eagle3"])
-def test_weights_in_codes_keep_that_and_take_less_memory(drafter_family: DrafterFamily) -> None:
+@pytest.mark.skipif(not (can_run_quantized() and can_run_integers()), reason="no products with codes on this machine")
+@pytest.mark.parametrize("mode", CODE_MODES)
+@pytest.mark.parametrize("drafter_family", ["dflash2", "dspark", "eagle3"])
+def test_weights_in_codes_keep_that_and_take_less_memory(drafter_family: DrafterFamily, mode: LinearMode) -> None:
     native, drafter = parts("llama", drafter_family)
     store_target_in_codes(native.model)
-    set_linear_mode(native.model, "quantized")
-    target = dataclasses.replace(native, linear_mode="quantized")
+    set_linear_mode(native.model, mode)
+    drafter.model.prepare_for_serving(mode)
+    target = dataclasses.replace(native, linear_mode=mode)
     alone = texts(target, None, at_once=1)
     assert texts(target, None, at_once=5) == alone
     assert texts(target, drafter, at_once=1) == alone
     assert texts(target, drafter, at_once=5, prefill_chunk_size=16, block_size=16) == alone
     engine = Engine(target, drafter, EngineSettings(max_num_seqs=2))
     stats = engine.stats()
-    assert stats.linear_mode == "quantized" and stats.attention == "native"
+    assert stats.linear_mode == mode and stats.attention == "native"
     own = sum(parameter.numel() * 2 for parameter in target.model.parameters())
     assert stats.target_weight_bytes < 1.6 * own, "panels of codes beside the weights; those of bf16 are as large again"
     engine.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import ModuleType
+from typing import Literal
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 from paceline.errors import ConfigError
 from paceline.models import layers as layers_module
 from paceline.models import loading
-from paceline.models.layers import GatedMLP, Linear, set_linear_mode
+from paceline.models.layers import GatedMLP, Linear, LinearMode, set_linear_mode
 from paceline.models.loading import resolve_linear_mode
 from paceline.models.target_weights import fill_target
 from paceline.ops.native import integers, quantized, rows
@@ -138,6 +140,20 @@ def test_a_drafter_drafts_with_the_targets_head_in_codes() -> None:
     assert not torch.equal(drafted, rows.linear(hidden, rows.pack(head.weight))), "and no copy of its weight"
 
 
+@has_codes
+@pytest.mark.parametrize(
+    ("mode", "module", "asked"), [("quantized", quantized, "can_run_quantized"), ("int8", integers, "can_run_integers")]
+)
+def test_without_its_instructions_a_mode_multiplies_the_copy(
+    mode: LinearMode, module: ModuleType, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, asked, lambda: False)
+    linear = linear_in_codes()
+    linear.allow_rounding()
+    set_linear_mode(linear, mode)
+    assert linear.native is not None and linear.native.form == rows.BFLOATS
+
+
 @pytest.mark.parametrize("kinds", [("Q4_1", "Q8_0"), ("Q4_0", "Q4_0"), ("Q5_0", "F16")])
 def test_a_loaded_file_tells_its_linears(tmp_path: Path, kinds: tuple[str, str]) -> None:
     from paceline.checkpoint.target_config import read_target_contract
@@ -160,6 +176,22 @@ def test_a_loaded_file_tells_its_linears(tmp_path: Path, kinds: tuple[str, str])
             assert torch.equal(meant(part._stored.read()).bfloat16(), part.weight), "the weight is what codes mean"
 
 
+@has_integers
+def test_codes_are_not_taken_where_states_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = TinyGguf(tmp_path / "tiny.gguf")
+    file.types = {name: "Q8_0" for name, tensor in file.tensors.items() if tensor.ndim == 2}
+    path = str(file.write())
+    monkeypatch.setattr(loading, "has_amx", lambda: False)
+    monkeypatch.setattr(loading, "open_tokenizer", lambda _path: None)
+
+    def mode(asked: LinearMode | Literal["auto"], *, takes_codes: bool) -> str:
+        target = loading.load_target(path, dtype="bfloat16", device="cpu", linear_mode=asked, takes_codes=takes_codes)
+        return target.linear_mode
+
+    assert mode("auto", takes_codes=True) == "int8" and mode("auto", takes_codes=False) == "native"
+    assert mode("int8", takes_codes=False) == "int8", "who asks gets it"
+
+
 def test_auto_takes_codes_where_they_run_and_they_are_refused_where_not(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target("llama").to(torch.bfloat16)
     weight, contract = target.norm.weight, target.contract
@@ -178,6 +210,8 @@ def test_auto_takes_codes_where_they_run_and_they_are_refused_where_not(monkeypa
     for mode in ("quantized", "int8"):
         with pytest.raises(ConfigError, match=mode):
             resolve_linear_mode(mode, weight, contract)
+        with pytest.raises(ConfigError, match="one process holds"):
+            resolve_linear_mode(mode, weight, None, has_codes=True)
     monkeypatch.setattr(loading, "can_run_quantized", lambda: False)
     assert resolve_linear_mode("auto", weight, contract, has_codes=True) == "native"
     with pytest.raises(ConfigError, match="quantized"):

@@ -196,6 +196,7 @@ def seen_spans(
         window: tokens that a row sees to either side, itself included; None is all.
         is_causal: no row sees a later one.
     """
+    assert starts_B.dtype == torch.int64 and (firsts_B is None or firsts_B.dtype == torch.int64), "read by addresses"
     starts_B = starts_B.contiguous()
     firsts_B = None if firsts_B is None else firsts_B.contiguous()
     lows_BT, highs_BT = torch.empty(2, len(starts_B), num_rows, dtype=torch.int32).unbind()

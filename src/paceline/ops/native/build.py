@@ -74,6 +74,7 @@ _ARGUMENTS = {
 }
 # Those that say whether a number pointed outside of what there is.
 _ANSWERING = (
+    "paceline_write_context",
     "paceline_turns",
     "paceline_step_rows",
     "paceline_table_rows",

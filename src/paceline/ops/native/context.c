@@ -74,7 +74,18 @@ static void store_rows(const Context *c, const ContextPass *pass, const bfloat *
     }
 }
 
-void paceline_write_context(const Context *c, const ContextPass *pass) {
+/* Whether all rows have places in the planes, and positions that are not negative. */
+static int32_t have_places(const Context *c, const ContextPass *pass) {
+    int64_t num_places = pass->head_stride / c->head_size;
+    for (int64_t row = 0; row < pass->num_rows; row++) {
+        if (pass->positions[row] < 0 || pass->stored_at[row] < 0 || pass->stored_at[row] >= num_places) return 0;
+    }
+    return 1;
+}
+
+/* 0; 1 where nothing was written, as a row has no place or no position. */
+int32_t paceline_write_context(const Context *c, const ContextPass *pass) {
+    if (!have_places(c, pass)) return 1;
     int64_t num_rows = pass->num_rows, width = c->features.num_outputs;
     bfloat *joined = pass->scratch, *features = joined + num_rows * c->features.width;
     bfloat *kv = features + num_rows * width;
@@ -88,4 +99,5 @@ void paceline_write_context(const Context *c, const ContextPass *pass) {
         multiply_rows(&to_kv);
         store_rows(c, pass, kv);
     }
+    return 0;
 }

@@ -139,6 +139,7 @@ class ContextCall:
             table_P2R: float32 rows of `rotary_table`, contiguous, of pairs in halves.
         Raises:
             ShapeError: the tensors do not fit each other.
+            IndexError: a row that the planes have not, or a negative position; nothing was written.
         """
         of_plane = (*planes.shape[:3], planes.shape[5])
         if of_plane != self._of_plane:
@@ -176,7 +177,8 @@ class ContextCall:
             *planes.stride()[:3],
             torch.get_num_threads(),
         )
-        self._run(self._address, ctypes.addressof(given))
+        if self._run(self._address, ctypes.addressof(given)):
+            raise IndexError(f"rows {rows_BT.tolist()} reach beyond the planes, or positions below 0")
 
 
 def _as_rows(tap_BTX: Tensor) -> tuple[Tensor, int]:

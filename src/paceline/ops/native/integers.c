@@ -14,7 +14,7 @@
 #define BLOCK 32
 #define QUADS (BLOCK / 4)
 #define VNNI __attribute__((target("avx512vnni")))
-#define ROUNDED_BYTES 262144 /* of the rows that a thread rounds at once */
+#define ROUNDED_BYTES 65536 /* of the rows that a thread rounds at once; a third more lies beside them on its stack */
 #define MOST_ROWS 64
 
 #define SCALE_BYTES(bits) ((bits) == 4 ? 4 * LANES : 2 * LANES)

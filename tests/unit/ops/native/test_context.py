@@ -274,6 +274,15 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
             call(*wrong, drafter.table)
 
 
+@pytest.mark.parametrize(("row", "position"), [(-1, 3), (BLOCKS * BLOCK_SIZE, 3), (9, -1)])
+def test_a_row_without_a_place_writes_nothing(row: int, position: int) -> None:
+    drafter = Drafter()
+    planes, rows, positions = drafter.planes(), torch.tensor([[8, row]]), torch.tensor([[2, position]])
+    with pytest.raises(IndexError, match="beyond the planes, or positions below 0"):
+        drafter.call()(drafter.taps(1, 2), rows, positions, planes, drafter.table)
+    assert torch.equal(planes, drafter.planes()), "nor does its neighbour"
+
+
 def test_planes_and_tables_that_it_takes() -> None:
     drafter = Drafter()
     planes = drafter.planes()
