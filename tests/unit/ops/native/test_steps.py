@@ -56,7 +56,8 @@ def test_rows_of_many_requests(seed: int) -> None:
     num_drafts, num_candidates = seed % 5, (0, 3)[seed % 2]
     columns, drafts = odd_slots(NUM_SLOTS, 4, num_candidates, seed=seed)
     columns.whole_SX[TRASH, IS_ALIVE] = seed % 2  # nobody's, but as it is
-    drafts.ids_SK[3], drafts.ids_SK[5] = -9, VOCAB_SIZE  # no drafts; the first is kept as it is
+    columns.whole_SX[9, IS_ALIVE] = -1
+    drafts.ids_SK[3], drafts.ids_SK[4] = -9, VOCAB_SIZE  # no drafts; the first is kept as it is
     slots, contexts = slots_of_many(), numbers(0, 30, NUM_SLOTS + 9)
     rest = (tables(NUM_SLOTS), num_drafts, VOCAB_SIZE, 20)
     expected = step_rows_reference(columns, drafts, slots, contexts, *rest)
