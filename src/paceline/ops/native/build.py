@@ -63,7 +63,7 @@ _ARGUMENTS = {
     "paceline_block_rows": [*([_POINTER] * 8), *([_SIZE] * 6)],
     "paceline_verify_greedily": [_POINTER, _POINTER, _SIZE, _SIZE, _INT, _POINTER, _SIZE, _SIZE, _SIZE, _INT],
     "paceline_commit_step": [*([_POINTER] * 12), *([_SIZE] * 4)],
-    "paceline_store_drafts": [*([_POINTER] * 9), *([_SIZE] * 6)],
+    "paceline_store_drafts": [*([_POINTER] * 4), _INT, *([_POINTER] * 5), *([_SIZE] * 6)],
     "paceline_copy_if_finite": [_POINTER, _INT, _POINTER, _INT, _SIZE, _POINTER, _INT],
     "paceline_attend": [_POINTER, _INT],
     "paceline_seen_spans": [_POINTER, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _INT],

@@ -224,11 +224,12 @@ int32_t paceline_commit_step(
     return 0;
 }
 
-/* `store_drafts`. No candidates are kept where `kept_candidates` is NULL; drafts are one-hot where `candidates` is. */
+/* `store_drafts`. No candidates are kept where `kept_candidates` is NULL; without q drafts are one-hot. */
 int32_t paceline_store_drafts(
-    const int64_t *slots, const int64_t *ids, const int64_t *candidates, const float *log_q, const int64_t *wanted,
-    int64_t *kept, int64_t *kept_candidates, float *kept_log_q, int64_t *waiting, int64_t waiting_stride,
-    int64_t num_requests, int64_t num_slots, int64_t num_kept, int64_t num_drafts, int64_t num_candidates) {
+    const int64_t *slots, const int64_t *ids, const int64_t *candidates, const float *log_q, int32_t has_q,
+    const int64_t *wanted, int64_t *kept, int64_t *kept_candidates, float *kept_log_q, int64_t *waiting,
+    int64_t waiting_stride, int64_t num_requests, int64_t num_slots, int64_t num_kept, int64_t num_drafts,
+    int64_t num_candidates) {
     if (!are_slots(slots, num_requests, num_slots)) return 1;
     for (int64_t b = 0; b < num_requests; b++) {
         int64_t slot = place_of(slots[b], num_slots), *own = kept + slot * num_kept, num_waiting = 0;
@@ -239,7 +240,8 @@ int32_t paceline_store_drafts(
         waiting[b * waiting_stride] = num_waiting;
         if (!kept_candidates) continue;
         int64_t each = num_drafts * num_candidates, first = slot * num_kept * num_candidates;
-        if (candidates) {
+        if (has_q && !each) continue;
+        if (has_q) {
             memcpy(kept_candidates + first, candidates + b * each, each * sizeof *candidates);
             memcpy(kept_log_q + first, log_q + b * each, each * sizeof *log_q);
             continue;

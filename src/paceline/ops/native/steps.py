@@ -13,6 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from paceline.errors import ShapeError
 from paceline.ops.dispatch import needs_gradient
 from paceline.ops.native.build import library, loaded_library
 from paceline.ops.slot_columns import NUM_FRACTIONS
@@ -222,21 +223,36 @@ def store_drafts(
     wanted_B: Tensor | None,
     waiting_B: Tensor,
 ) -> None:
-    """Keep a block of drafts and count it, in place."""
+    """Keep a block of drafts and count it, in place.
+
+    Raises:
+        ShapeError: the slots have no room for as many drafts, or for as many candidates.
+        IndexError: a slot that there is not.
+    """
     ids_SK, candidate_ids_SKC, log_q_SKC = drafts
+    if candidate_ids_SKC is None or log_q_SKC is None:
+        candidate_ids_SKC = log_q_SKC = None
     num_requests, num_drafts = ids_BK.shape
+    if num_drafts > ids_SK.shape[1]:
+        raise ShapeError("drafts", expected=f"[B, at most {ids_SK.shape[1]}]", found=ids_BK.shape)
     assert waiting_B.dtype == torch.int64, "counts are whole numbers"
     slots_B, ids_BK = slots_B.contiguous(), ids_BK.contiguous()
     wanted_B = None if wanted_B is None else wanted_B.contiguous()
-    if candidate_ids_BKC is None or log_q_BKC is None:
+    has_q = candidate_ids_BKC is not None and log_q_BKC is not None
+    if candidate_ids_BKC is None or log_q_BKC is None or candidate_ids_SKC is None:
         candidate_ids_BKC = log_q_BKC = None
     else:
+        room = (num_requests, num_drafts, candidate_ids_SKC.shape[2])
+        for part in (candidate_ids_BKC, log_q_BKC):
+            if part.shape != room:
+                raise ShapeError("candidates of drafts", expected=room, found=part.shape)
         candidate_ids_BKC, log_q_BKC = candidate_ids_BKC.contiguous(), log_q_BKC.contiguous()
     is_outside = loaded_library().paceline_store_drafts(
         _whole(slots_B),
         _whole(ids_BK),
         _whole(candidate_ids_BKC),
         _fraction(log_q_BKC),
+        has_q,
         _whole(wanted_B),
         _whole(ids_SK),
         _whole(candidate_ids_SKC),

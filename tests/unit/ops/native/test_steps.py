@@ -9,6 +9,7 @@ import torch
 from tests.unit.ops.slot_cases import BLOCK_SIZE, VOCAB_SIZE, assert_same, moved, odd_slots, tables
 from torch import Tensor
 
+from paceline.errors import ShapeError
 from paceline.ops import dispatch
 from paceline.ops.block_rows import block_rows, block_rows_native, block_rows_reference
 from paceline.ops.commit_step import commit_step, commit_step_native, commit_step_reference
@@ -140,6 +141,41 @@ def test_drafts_of_many_requests_are_stored(seed: int, is_scattered: bool) -> No
         given = tuple(None if part is None else scattered(part) for part in given)  # type: ignore[assignment]
     native.store_drafts(drafts, *given, waiting[1, :, 1])
     assert_same((drafts, waiting[1]), (expected, waiting[0]))
+
+
+def test_no_drafts_leave_candidates_alone() -> None:
+    """An empty tensor has no address; it is a q all the same."""
+    _, drafts = odd_slots(NUM_SLOTS, 4, 3, seed=1)
+    slots, expected = torch.tensor([2, 0]), copies(drafts)
+    given = (slots, numbers(0, 5, 2, 0), numbers(0, 5, 2, 0, 3), torch.zeros(2, 0, 3), None)
+    waiting = torch.full((2, 2, 3), 7)
+    store_drafts_reference(expected, *given, waiting[0, :, 1])
+    native.store_drafts(drafts, *given, waiting[1, :, 1])
+    assert_same((drafts, waiting[1]), (expected, waiting[0]))
+
+
+def test_drafts_that_have_no_room_are_refused() -> None:
+    _, drafts = odd_slots(NUM_SLOTS, 4, 8, seed=1)
+    slots, waiting, before = torch.tensor([2, 0]), torch.zeros(2).long(), copies(drafts)
+    with pytest.raises(ShapeError, match="candidates of drafts"):
+        native.store_drafts(
+            drafts, slots, numbers(0, 5, 2, 3), numbers(0, 5, 2, 3, 2), torch.zeros(2, 3, 2), None, waiting
+        )
+    with pytest.raises(ShapeError, match="drafts"):
+        native.store_drafts(drafts, slots, numbers(0, 5, 2, 5), None, None, None, waiting)
+    assert_same(drafts, before)
+
+
+def test_candidates_without_a_place() -> None:
+    _, drafts = odd_slots(NUM_SLOTS, 4, 3, seed=1)
+    slots, waiting = torch.tensor([2, 0]), torch.zeros(2, 2).long()
+    log_q = torch.rand(2, 2, 3).log()
+    for kept in (drafts, WaitingDrafts(drafts.ids_SK, drafts.candidate_ids_SKC, None)):
+        found, expected = copies(kept), copies(kept)
+        given = (slots, numbers(0, 5, 2, 2), numbers(0, 5, 2, 2, 3), log_q, None)
+        store_drafts_reference(expected, *given, waiting[0])
+        native.store_drafts(found, *given, waiting[1])
+        assert_same((found, waiting[1]), (expected, waiting[0]))
 
 
 def columns_of(verified: VerifiedBlock) -> Tensor:
