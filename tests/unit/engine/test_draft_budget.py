@@ -21,8 +21,10 @@ from paceline.engine.draft_budget import (
     expected_acceptance,
     split_budget,
 )
-from paceline.engine.draft_length import DraftLengthController
+from paceline.engine.draft_length import DraftLengthController, JudgedBlock
+from paceline.engine.kind_costs import CostsByKind
 from paceline.engine.step_cost import CostCurve
+from paceline.engine.step_kind import SAMPLED_STEP, StepAhead, TextKind
 from paceline.errors import ConfigError
 from paceline.ops.draft_chances import largest_log_odds, usable_prefix
 
@@ -275,8 +277,17 @@ def test_stopping_by_what_was_drawn_is_caught(method: str) -> None:
         assert distance(one_block(method, START, 3, rule), 4) > Fraction(1, 100), peeking.__name__
 
 
+SAMPLED_TEXT = TextKind(is_sampled=True)
+
+
 class FakeCosts:
     """Drafts cost half a plain step each, so that low acceptance switches them off."""
+
+    def plain_ms(self, num_requests: int) -> float:
+        return 1.0
+
+    def padded_drafts(self, num_drafts: int) -> int:
+        return num_drafts
 
     def step_ms(self, num_requests: int, num_drafts: int) -> float:
         return 1 + 0.5 * num_drafts
@@ -288,8 +299,9 @@ class FakeCosts:
 def test_choosing_the_next_length_from_finished_blocks_keeps_the_distribution() -> None:
     """Three blocks in a row, each as long as the controller says after the blocks before it."""
     depths = set()
+    ahead = StepAhead(SAMPLED_STEP, 1, ((SAMPLED_TEXT, 1),))
     for method in METHODS:
-        paths = [((), DraftLengthController(2, FakeCosts()), Fraction(1))]
+        paths = [((), DraftLengthController(2, CostsByKind(lambda _kind: FakeCosts())), Fraction(1))]
         for _ in range(3):
             grown = []
             for text, controller, chance in paths:
@@ -297,12 +309,12 @@ def test_choosing_the_next_length_from_finished_blocks_keeps_the_distribution() 
                     grown.append((text, controller, chance))
                     continue
                 controller = copy.deepcopy(controller)
-                depth = controller.next_num_drafts(1)
+                depth = controller.next_num_drafts(ahead)
                 depths.add(depth)
                 last = text[-1] if text else START
                 for emitted, kept, weight in one_block(method, last, depth, lambda _, drafts: len(drafts)):
                     after = copy.deepcopy(controller)
-                    after.observe(depth, kept)
+                    after.observe(SAMPLED_STEP, [JudgedBlock(SAMPLED_TEXT, depth, kept)])
                     grown.append((text + emitted, after, chance * weight))
             paths = grown
         assert distance([(text, 0, chance) for text, _, chance in paths], 4) == 0
