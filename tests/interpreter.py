@@ -1,4 +1,4 @@
-"""Triton's interpreter without four things that it does again and again for nothing.
+"""Triton's interpreter without five things that it does again and again for nothing.
 
 Interpreted kernels take a good part of the suite's time, and these took more than half of theirs. What a kernel
 computes, and what is refused, stays the same; `as_it_ships` is there to compare.
@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -31,6 +32,7 @@ def hasten() -> None:
         _leave_out_checks_that_nobody_reads(interpreter)
         _look_types_up(interpreter)
         _name_types_of_tuples_when_asked(interpreter.tl.core)
+        _keep_shapes(interpreter.tl.core)
 
 
 @contextlib.contextmanager
@@ -98,3 +100,24 @@ def _name_types_of_tuples_when_asked(core: Any) -> None:
     read_type.__set_name__(core.tuple, "type")
     _changes.setattr(core.tuple, "type", read_type, raising=False)
     _changes.setattr(core.tuple, "__init__", make_without)
+
+
+def _keep_shapes(core: Any) -> None:
+    """Every tensor wrapped the sides of its shape again, and every change of an element's type checked the shape."""
+    known: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def make(self: Any, handle: Any, type: Any) -> None:
+        sides = tuple(type.shape) if type.is_block() else ()
+        if sides not in known:
+            known[sides] = core.constexpr(math.prod(sides)), core.tuple([core.constexpr(side) for side in sides])
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = known[sides]
+
+    def with_element_type(self: Any, scalar: Any) -> Any:
+        changed = object.__new__(core.block_type)
+        changed.element_ty, changed.shape, changed.numel = scalar, self.shape, self.numel
+        changed.name = f"<{self.shape}, {scalar}>"
+        return changed
+
+    _changes.setattr(core.tensor, "__init__", make)
+    _changes.setattr(core.block_type, "with_element_ty", with_element_type)
