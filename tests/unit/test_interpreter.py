@@ -29,7 +29,8 @@ def _mixed_kernel(x_ptr, sums_ptr, words_ptr, count, BLOCK: tl.constexpr):
     words = _mix(_mix(offsets.to(tl.uint32), 7), 2**31 + 11)
     tl.store(words_ptr + offsets, words.to(tl.int32, bitcast=True) + 2**30, mask=offsets < count)
     x = tl.where(words % 3 == 0, x, -x).to(tl.float16).to(tl.float32)
-    columns = tl.sum(tl.reshape(x, (4, BLOCK // 4)) * (1 + tl.arange(0, 4))[:, None], axis=0)
+    tile = tl.reshape(x, (4, BLOCK // 4)) * (1 + tl.arange(0, 4))[:, None]
+    columns = tl.sum(tile, axis=0) + tile.shape[0] * 100 + tile.numel
     tl.store(sums_ptr + tl.program_id(0) * (BLOCK // 4) + tl.arange(0, BLOCK // 4), columns)
 
 
