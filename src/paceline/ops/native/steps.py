@@ -19,12 +19,16 @@ from paceline.ops.native.build import library, loaded_library
 from paceline.ops.slot_columns import NUM_FRACTIONS
 
 NUM_COUNTS: Final = 5  # of a report, as the C file writes it
+_ARRAY_TYPES: Final = (torch.int64, torch.float32, torch.int32)
 _SCORE_TYPES: Final = (torch.bfloat16, torch.float32)
 
 
 def can_run(*of_all_slots: Tensor | None) -> bool:
-    """Whether operations on these arrays can be native: contiguous, on a CPU that has the library."""
-    fits = [array is None or (array.is_contiguous() and array.is_cpu) for array in of_all_slots]
+    """Whether operations on these arrays can be native: contiguous, of their types, on a CPU that has the library."""
+    fits = [
+        array is None or (array.is_contiguous() and array.is_cpu and array.dtype in _ARRAY_TYPES)
+        for array in of_all_slots
+    ]
     return all(fits) and library() is not None
 
 
