@@ -18,6 +18,7 @@ from paceline.ops.native.attention import LARGEST_HEAD
 from paceline.ops.native.build import loaded_library
 from paceline.ops.native.layer import WeightFields
 from paceline.ops.native.rows import NativeWeight, flat_rows
+from paceline.ops.native.scratch import scratch
 
 
 class _Context(ctypes.Structure):
@@ -162,7 +163,7 @@ class ContextCall:
         streams = [_as_rows(tap) for tap in taps]
         addresses = self._addresses(*(stream.data_ptr() for stream, _ in streams))
         strides = self._strides(*(stride for _, stride in streams))
-        scratch = torch.empty(num_rows * self._scratch_width, dtype=torch.bfloat16)
+        working = scratch(num_rows * self._scratch_width)
         given = _Pass(
             ctypes.addressof(addresses),
             ctypes.addressof(strides),
@@ -173,7 +174,7 @@ class ContextCall:
             table_P2R.shape[0],
             table_P2R.shape[-1],
             planes.data_ptr(),
-            scratch.data_ptr(),
+            working.data_ptr(),
             *planes.stride()[:3],
             torch.get_num_threads(),
         )

@@ -17,6 +17,7 @@ from torch import Tensor
 from paceline.ops.native.attention import InLayer
 from paceline.ops.native.build import loaded_library
 from paceline.ops.native.rows import NativeWeight
+from paceline.ops.native.scratch import scratch
 
 
 class WeightFields(ctypes.Structure):
@@ -238,11 +239,11 @@ def _pass(
     assert offset_R is None or (offset_R.dtype == torch.int64 and offset_R.is_contiguous()), "read by its address"
     x_BTD, cosine, sine = x_BTD.contiguous(), rows[0].contiguous(), rows[1].contiguous()
     num_rows = x_BTD.shape[0] * x_BTD.shape[1]
-    scratch = torch.empty(num_rows * scratch_width, dtype=torch.bfloat16)
+    working = scratch(num_rows * scratch_width)
     given = _Pass(
         x_BTD.data_ptr(),
         y.data_ptr(),
-        scratch.data_ptr(),
+        working.data_ptr(),
         cosine.data_ptr(),
         sine.data_ptr(),
         num_rows,
