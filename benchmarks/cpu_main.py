@@ -33,6 +33,7 @@ from benchmarks.paired_speeds import (
     Runs,
     TimedRun,
     acceptance,
+    bootstrap_median,
     measure,
     num_same_ids,
     ratios,
@@ -57,6 +58,7 @@ MAIN_MODES = ("plain", "speculative", ADAPTIVE_MODE, "transformers")
 WIDE_MODES = ("plain-16-bits", "speculative-16-bits")
 EXACT_MODES = ("plain-row-invariant", "speculative-row-invariant")
 _NUM_WARM_UP_TOKENS = 16
+_OWN = ("ratio_to_own_plain", "own_low", "own_high")
 _SHOWN = (
     "mode",
     "tokens_per_second",
@@ -111,7 +113,7 @@ def main(arguments: Sequence[str]) -> int:
     rows = make_rows(runs, floors(bench, runs, bandwidth))
     print(text_table([row for row in rows if row["mode"] in MAIN_MODES], _SHOWN))
     print()
-    print(text_table([row for row in rows if row["mode"] not in MAIN_MODES], [*_SHOWN[:8], "ratio_to_own_plain"]))
+    print(text_table([row for row in rows if row["mode"] not in MAIN_MODES], [*_SHOWN[:8], *_OWN]))
     exact = [runs[mode] for mode in EXACT_MODES]
     same = num_same_ids(*exact)
     print(f"\nrow-invariant ids, speculative equal to plain: {same} of {len(bench.prompts)}")
@@ -262,7 +264,9 @@ def make_rows(runs: dict[str, Runs], floor_speeds: dict[str, float]) -> list[dic
             row["floor_share"] = float(np.median(speeds(runs[mode]))) / floor_speeds[mode]
         for own_plain, speculative in (WIDE_MODES, EXACT_MODES):
             if mode == speculative:
-                row["ratio_to_own_plain"] = float(np.median(ratios(runs[mode], runs[own_plain])))
+                shares = ratios(runs[mode], runs[own_plain])
+                row["ratio_to_own_plain"] = float(np.median(shares))
+                row["own_low"], row["own_high"] = bootstrap_median(shares)
         rows.append(row)
     return rows
 

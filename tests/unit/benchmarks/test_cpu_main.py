@@ -47,6 +47,7 @@ def test_rows() -> None:
     assert all(wanted <= set(row) for row in rows)
     assert ["acceptance_length" in row for row in rows] == [False, True] * 3
     assert ["ratio_to_own_plain" in row for row in rows] == [False, False, False, True, False, True]
+    assert all(row["own_low"] <= row["ratio_to_own_plain"] <= row["own_high"] for row in rows[3::2])  # type: ignore[operator]
     for row in rows:
         share = float(str(row["tokens_per_second"])) / float(str(row["floor_tokens_per_second"]))
         assert row["floor_share"] == pytest.approx(share)
