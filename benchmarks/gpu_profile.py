@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.command_line import positive, run, say
 from benchmarks.gpu_gate import DEFAULT, MODES, engine_settings
 from benchmarks.random_dense import LINEAR_MODES, random_prompts
+from benchmarks.random_weights import WEIGHTS
 from benchmarks.results import Row, text_table
 from benchmarks.step_driver import StepTimes, time_steps
 from benchmarks.step_shapes import KINDS, PLAIN, SHAPES, make_drafter, make_target
@@ -44,8 +45,10 @@ def main(arguments: Sequence[str]) -> int:
     from paceline.engine.engine import Engine
 
     device = torch.device(options.device)
-    target = make_target(options.shape, device, dtype=torch.bfloat16, linear_mode=options.linear_mode)
-    drafter = None if options.kind == PLAIN else make_drafter(target)
+    target = make_target(
+        options.shape, device, dtype=torch.bfloat16, linear_mode=options.linear_mode, weights=options.weights
+    )
+    drafter = None if options.kind == PLAIN else make_drafter(target, options.weights)
     method = {"draft_sample_method": "probabilistic"} if drafter is not None and options.temperature > 0 else {}
     settings = engine_settings(options.mode, max_num_seqs=options.batch, max_model_len=_MAX_MODEL_LEN, **method)
     engine = Engine(target, drafter, settings)
@@ -78,6 +81,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--batch", type=positive, default=1)
     parser.add_argument("--mode", choices=MODES, default=DEFAULT)
     parser.add_argument("--linear-mode", choices=LINEAR_MODES, default="auto")
+    parser.add_argument("--weights", choices=WEIGHTS, default="normal", help="as of gpu_steps; default normal")
     parser.add_argument("--temperature", type=float, default=0.0, help="of all requests; default 0")
     parser.add_argument("--adaptive", action="store_true", help="ask about every draft whether it is worth a row")
     parser.add_argument("--num-steps", type=positive, default=16, help="that are profiled; default 16")

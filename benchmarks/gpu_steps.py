@@ -19,6 +19,7 @@ greedily, past any stop; the prefix cache is off.
   bare alone.
 * `floor_ms`: bytes over what a copy reaches, operations over what a product reaches, both measured first
   (`gpu_floors.py`), at the contexts of these steps. `floor_ratio` is `step_ms` over it.
+* `weights`: how the models were filled (`random_weights.py`); the peer's times are of weights of the same kind.
 * `replayed`: share of the bare steps that came from a recording.
 
 First come the gates (`gpu_gate.py`): 50 recorded steps equal eager ones, token for token; the smallest shape follows a
@@ -55,7 +56,8 @@ from benchmarks.gpu_gate import (
     records_steps,
 )
 from benchmarks.growing_result import GrowingResult
-from benchmarks.random_dense import LINEAR_MODES, random_prompts
+from benchmarks.random_dense import DENSE_SHAPES, LINEAR_MODES, random_prompts
+from benchmarks.random_weights import WEIGHTS, Weights
 from benchmarks.results import describe_machine, make_result, text_table
 from benchmarks.step_driver import StepTimes, time_steps
 from benchmarks.step_shapes import DFLASH, KINDS, MAIN_SHAPES, PLAIN, SHAPES, make_drafter, make_target
@@ -71,7 +73,7 @@ if TYPE_CHECKING:
     from paceline.models.loading import LoadedDrafter, LoadedTarget
 
 NAME, GATE_NAME, PASSES = "gpu-steps", "gpu-gate", "passes"
-KEY = ("shape", "kind", "batch", "mode")
+KEY = ("shape", "kind", "batch", "mode", "weights")
 _SMALL_SHAPE, _SMALL_BATCHES = "k3-mini", (1, 32)
 _BATCHES = (1, 8, 32, 128)
 _NUM_WARM_UP_TOKENS = 16
@@ -83,6 +85,7 @@ _SHOWN = (
     "batch",
     "kind",
     "mode",
+    "weights",
     "ours_ms",
     "peer_ms",
     "peer_over_ours",
@@ -151,11 +154,11 @@ def main(arguments: Sequence[str]) -> int:
         if shape in unsound:
             say(f"{shape} is not measured: it did not pass the gate")
             continue
-        with guarded(shape):
-            measure_shape(shape, options, device, ceilings, peers, result)
-        release(device)
-    sizes = [batches_and_modes(shape, options) for shape in options.shapes]
-    if len(result.rows) == sum(len(batches) * len(modes) * len(options.kinds) for batches, modes in sizes):
+        for weights in weights_of(shape, options):
+            with guarded(f"{shape}, {weights} weights"):
+                measure_shape(shape, weights, options, device, ceilings, peers, result)
+            release(device)
+    if len(result.rows) == sum(num_rows(shape, options) for shape in options.shapes):
         result.finish()
     print(text_table(sorted(result.rows, key=_reading_order), _SHOWN), flush=True)
     return exit_code
@@ -175,6 +178,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         choices=MODES,
         nargs="+",
         help="recorded steps, eager ones, or what the engine chooses; the default, of k3-mini graph and eager",
+    )
+    parser.add_argument(
+        "--weights",
+        choices=WEIGHTS,
+        nargs="+",
+        default=["normal"],
+        help="whose rows differ, or vLLM's own dummy ones, whose rows hardly do (dense shapes alone); default normal",
     )
     parser.add_argument("--linear-mode", choices=LINEAR_MODES, default="auto", help="arithmetic; default auto")
     parser.add_argument("--prompt-tokens", type=positive, default=128)
@@ -251,7 +261,7 @@ def check_shape(
 ) -> bool:
     """The gates of one shape; a comparison that cannot be made is no, too, unless the engine records nothing at all."""
     is_sound = True
-    target = _target(shape, options, device)
+    target = _target(shape, "normal", options, device)
     drafters = {kind: None if kind == PLAIN else make_drafter(target) for kind in options.kinds}
     prompts = random_prompts(4, options.prompt_tokens, target.contract.vocab_size)
     for kind, drafter in drafters.items():
@@ -288,12 +298,12 @@ def _answers(
         engine.close()
 
 
-def _target(shape: str, options: argparse.Namespace, device: torch.device) -> LoadedTarget:
+def _target(shape: str, weights: Weights, options: argparse.Namespace, device: torch.device) -> LoadedTarget:
     import torch
 
     began_s = time.perf_counter()
-    target = make_target(shape, device, dtype=torch.bfloat16, linear_mode=options.linear_mode)
-    say(f"{shape}: made in {time.perf_counter() - began_s:.1f} s, linear mode {target.linear_mode}")
+    target = make_target(shape, device, dtype=torch.bfloat16, linear_mode=options.linear_mode, weights=weights)
+    say(f"{shape}, {weights} weights: made in {time.perf_counter() - began_s:.1f} s, linear mode {target.linear_mode}")
     return target
 
 
@@ -312,8 +322,20 @@ def batches_and_modes(shape: str, options: argparse.Namespace) -> tuple[Sequence
     )
 
 
+def weights_of(shape: str, options: argparse.Namespace) -> Sequence[Weights]:
+    """What a shape's models are filled with, in turn: a Kimi target with one kind alone."""
+    return options.weights if shape in DENSE_SHAPES else ["normal"]
+
+
+def num_rows(shape: str, options: argparse.Namespace) -> int:
+    """How many rows a shape has if nothing fails."""
+    batches, modes = batches_and_modes(shape, options)
+    return len(weights_of(shape, options)) * len(batches) * len(modes) * len(options.kinds)
+
+
 def measure_shape(
     shape: str,
+    weights: Weights,
     options: argparse.Namespace,
     device: torch.device,
     ceilings: Ceilings,
@@ -323,8 +345,8 @@ def measure_shape(
     """All cases of a shape, each engine serving all batches, as a server's would."""
     from paceline.engine.engine import Engine
 
-    target = _target(shape, options, device)
-    drafter = make_drafter(target) if DFLASH in options.kinds else None
+    target = _target(shape, weights, options, device)
+    drafter = make_drafter(target, weights) if DFLASH in options.kinds else None
     batches, modes = batches_and_modes(shape, options)
     for mode in modes:
         for kind in options.kinds:
@@ -341,7 +363,7 @@ def measure_shape(
                         say(f"{shape}, {kind}, {mode}: engine made in {time.perf_counter() - began_s:.1f} s")
                     with_rounds = not options.skip_wall and mode != EAGER
                     row = measure_case(engine, target, chosen, batch, options, ceilings, with_rounds=with_rounds)
-                    row = {"shape": shape, "batch": batch, "kind": kind, "mode": mode, **row}
+                    row = {"shape": shape, "batch": batch, "kind": kind, "mode": mode, "weights": weights, **row}
                     result.put(row | peer_columns(peers, row))
                     say(f"{label}: " + ", ".join(f"{name} {_short(row[name])}" for name in _SHOWN[4:] if name in row))
                     continue

@@ -1,19 +1,19 @@
 """Random dense targets and DFlash drafters of published shapes, made on the device: no file is written or read.
 
-Step times do not depend on what the weights are, as long as nothing overflows; acceptance does, so a random drafter
-shows the cost of a step whose drafts are all refused.
+All drafts of a random drafter are refused, so it shows what a step costs where drafting earns nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
+
+from benchmarks.random_weights import Weights, fill
 
 from paceline.checkpoint.contract import DrafterContract, RopeSettings, TargetContract, TargetLayerId
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from paceline.checkpoint.tokenizer import TextTokenizer
     from paceline.models.layers import LinearMode
@@ -104,8 +104,6 @@ TINY_QWEN3 = replace(
 DENSE_SHAPES = {shape.name: shape for shape in (SMOLLM2_135M, QWEN3_8B, SLIM_QWEN3, TINY_SMOLLM2, TINY_QWEN3)}
 
 LINEAR_MODES = ("auto", "plain", "packed", "native", "quantized", "int8", "row_invariant", "fused")
-_EMBEDDING_SCALE = 0.05  # small enough that a tied head does not repeat the last token for ever
-_GAIN = 1.25  # of a product: texts wander, and rounding is not blown up from layer to layer
 _MASK_ID = 5
 
 
@@ -166,12 +164,13 @@ def random_target(
     dtype: torch.dtype,
     seed: int = 0,
     linear_mode: LinearMode | Literal["auto"] = "auto",
+    weights: Weights = "normal",
 ) -> LoadedTarget:
     """A random dense target as the engine takes it."""
     from paceline.models.building import empty_target
 
     model = empty_target(contract, dtype, device)
-    fill(model, seed)
+    fill(model, seed, weights)
     return wrap_target(model, linear_mode)
 
 
@@ -199,7 +198,9 @@ def plain_copy(target: LoadedTarget, dtype: torch.dtype) -> LoadedTarget:
     return wrap_target(model, "plain")
 
 
-def random_drafter(target: LoadedTarget, *, seed: int = 0, num_layers: int = 5, block_size: int = 16) -> LoadedDrafter:
+def random_drafter(
+    target: LoadedTarget, *, seed: int = 0, num_layers: int = 5, block_size: int = 16, weights: Weights = "normal"
+) -> LoadedDrafter:
     """A random DFlash drafter for a target, in its dtype, on its device and in its arithmetic."""
     from paceline.models.building import empty_drafter
     from paceline.models.loading import LoadedDrafter
@@ -207,26 +208,9 @@ def random_drafter(target: LoadedTarget, *, seed: int = 0, num_layers: int = 5, 
     contract = dflash_contract(target.contract, num_layers=num_layers, block_size=block_size)
     weight = target.model.norm.weight
     model = empty_drafter(contract, weight.dtype, weight.device)
-    fill(model, seed + 1)
+    fill(model, seed + 1, weights)
     model.prepare_for_serving(target.linear_mode)
     return LoadedDrafter(model, contract, contract.num_draft_tokens, target.model)
-
-
-def fill(model: nn.Module | Any, seed: int) -> None:
-    """Matrices that keep the size of what they multiply, gains of 1 and biases of 0, all from one seed."""
-    import torch
-
-    with torch.no_grad():
-        generator: torch.Generator | None = None
-        for name, parameter in model.named_parameters():
-            if generator is None:
-                generator = torch.Generator(device=parameter.device).manual_seed(seed)
-            if parameter.dim() == 1:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-            else:
-                is_table = "embed" in name
-                scale = _EMBEDDING_SCALE if is_table else _GAIN * parameter.shape[1] ** -0.5
-                parameter.normal_(0.0, scale, generator=generator)
 
 
 def numbering_tokenizer(vocab_size: int) -> TextTokenizer:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from benchmarks.random_dense import DENSE_SHAPES, dflash_contract, fill, random_drafter, random_target, wrap_target
+from benchmarks.random_dense import DENSE_SHAPES, dflash_contract, random_drafter, random_target, wrap_target
 from benchmarks.random_kimi import kimi_config, random_kimi
+from benchmarks.random_weights import Weights, fill
 
 if TYPE_CHECKING:
     import torch
@@ -44,19 +45,24 @@ SHAPES = (*DENSE_SHAPES, *kimi_shapes())
 
 
 def make_target(
-    shape: str, device: torch.device, *, dtype: torch.dtype, linear_mode: LinearMode | Literal["auto"] = "auto"
+    shape: str,
+    device: torch.device,
+    *,
+    dtype: torch.dtype,
+    linear_mode: LinearMode | Literal["auto"] = "auto",
+    weights: Weights = "normal",
 ) -> LoadedTarget:
-    """A random target of a shape, as the engine takes it."""
+    """A random target of a shape, as the engine takes it; `weights` is for the dense ones."""
     if shape in DENSE_SHAPES:
-        return random_target(DENSE_SHAPES[shape], device, dtype=dtype, linear_mode=linear_mode)
+        return random_target(DENSE_SHAPES[shape], device, dtype=dtype, linear_mode=linear_mode, weights=weights)
     model = random_kimi(kimi_shapes()[shape], dtype, device)
     return wrap_target(model, linear_mode)
 
 
-def make_drafter(target: LoadedTarget) -> LoadedDrafter:
-    """A random DFlash drafter of 5 layers and 15 drafts."""
+def make_drafter(target: LoadedTarget, weights: Weights = "normal") -> LoadedDrafter:
+    """A random DFlash drafter of 5 layers and 15 drafts; `weights` is for dense targets."""
     if target.contract.kimi is None:
-        return random_drafter(target)
+        return random_drafter(target, weights=weights)
     from paceline.models.building import empty_drafter
     from paceline.models.loading import LoadedDrafter
 

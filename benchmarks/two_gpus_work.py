@@ -314,7 +314,8 @@ def _engine(
 def device_target(world: World, contract: TargetContract, tensor_size: int) -> tuple[LoadedTarget, Any]:
     """A random target in bf16, or this rank's share of one and its place; times do not depend on what weights are."""
     import torch
-    from benchmarks.random_dense import fill, numbering_tokenizer, random_target
+    from benchmarks.random_dense import numbering_tokenizer, random_target
+    from benchmarks.random_weights import fill
 
     if tensor_size == 1:
         return random_target(contract, world.device, dtype=torch.bfloat16), None
@@ -338,7 +339,8 @@ def device_target(world: World, contract: TargetContract, tensor_size: int) -> t
 
 def whole_drafter(contract: TargetContract, target: LoadedTarget) -> LoadedDrafter:
     """A drafter of the whole target's sizes, beside a share of it."""
-    from benchmarks.random_dense import dflash_contract, fill
+    from benchmarks.random_dense import dflash_contract
+    from benchmarks.random_weights import fill
 
     from paceline.models.building import empty_drafter
     from paceline.models.loading import LoadedDrafter
@@ -355,7 +357,8 @@ def _pass_times(
 ) -> None:
     """Two stages of bf16 weights, plainly: the time of a closed batch over its passes."""
     import torch
-    from benchmarks.random_dense import fill, random_prompts
+    from benchmarks.random_dense import random_prompts
+    from benchmarks.random_weights import fill
 
     from paceline.distributed.decoding import Decoder, DecodeSizes
     from paceline.distributed.mesh import Layout, Mesh

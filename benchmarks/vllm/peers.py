@@ -12,16 +12,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-Peers = Mapping[tuple[str, str, int], Mapping[str, Any]]  # by shape, kind and batch
+Peers = Mapping[tuple[str, str, int, str], Mapping[str, Any]]  # by shape, kind, batch and weights
 
 
 def read_peers(path: Path | None) -> Peers:
     """The peer's times from lines of JSON; a last line that was cut short is left out, as are counters.
 
+    Lines that say nothing of weights are of vLLM's own dummy ones: they were written before there were others.
+
     Args:
         path: None, or of a file that is not there, gives none.
     """
-    found: dict[tuple[str, str, int], Mapping[str, Any]] = {}
+    found: dict[tuple[str, str, int, str], Mapping[str, Any]] = {}
     if path is None or not path.exists():
         return found
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -30,13 +32,13 @@ def read_peers(path: Path | None) -> Peers:
         except ValueError:
             continue
         if "ms" in row:
-            found[row["shape"], row["kind"], row["batch"]] = row
+            found[row["shape"], row["kind"], row["batch"], row.get("weights", "dummy")] = row
     return found
 
 
 def peer_columns(peers: Peers, row: Mapping[str, Any]) -> dict[str, object]:
     """What a row says of the peer: nothing where that was not measured."""
-    peer = peers.get((row["shape"], row["kind"], row["batch"]), {})
+    peer = peers.get((row["shape"], row["kind"], row["batch"], row["weights"]), {})
     ours, theirs = row.get("ours_ms"), peer.get("ms")
     ratio = theirs / ours if ours and theirs else None
     return {"peer": peer.get("peer"), "peer_ms": theirs, "peer_over_ours": ratio}

@@ -8,6 +8,10 @@ A process for each shape and kind: all start at once, as a start takes minutes, 
 stop, prefix cache off; `ms` is the wall time of the best of three rounds over 192. All drafts of a random drafter are
 refused, so a DFlash line is the cost of a step that verifies 16 rows of every request and drafts again.
 
+vLLM fills its models with dummy weights, with which nearly all rows of a drafting step are equal (`random_weights.py`
+says why). They are overwritten as ours are filled; `--weights normal dummy` measures with both, one after the other, in
+one process and with one start.
+
 Writes OUT/vllm-steps.jsonl, a line per batch size, as soon as it is known, and a log per process.
 """
 
@@ -26,7 +30,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.random_weights import WEIGHTS
 from benchmarks.vllm.turns import say_failed, say_ready, still_starting, turn, wait_for_all
+from benchmarks.vllm.weights import fill_models
 
 RESULT = "vllm-steps.jsonl"
 KINDS = ("plain", "dflash")
@@ -105,6 +111,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--shapes", choices=tuple(CONFIGS), nargs="+", default=list(CONFIGS))
     parser.add_argument("--kinds", choices=KINDS, nargs="+", default=list(KINDS))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128])
+    parser.add_argument("--weights", choices=WEIGHTS, nargs="+", default=["normal"], help="default normal")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=192)
     parser.add_argument("--rounds", type=int, default=3)
@@ -152,6 +159,7 @@ def _start(name: str, options: argparse.Namespace) -> subprocess.Popen[bytes]:
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # a function of ours is sent to its worker
         "VLLM_CACHE_ROOT": str(cache),
         "XDG_CACHE_HOME": str(cache),
     }
@@ -197,9 +205,11 @@ def measure_one(options: argparse.Namespace) -> int:
     say_ready(options.out, options.only)
     wait_for_all(options.out, names_of(options), timeout_s=options.start_timeout)
     with turn(options.out):
-        for line in measure(llm, shape, kind, options):
-            with (options.out / RESULT).open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"peer": f"vllm {vllm.__version__}", **line}) + "\n")
+        for weights in options.weights:
+            print("filled:", *llm.collective_rpc(fill_models, args=(weights,)), flush=True)
+            for line in measure(llm, shape, kind, options):
+                with (options.out / RESULT).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"peer": f"vllm {vllm.__version__}", "weights": weights, **line}) + "\n")
     return 0
 
 

@@ -96,10 +96,11 @@ def test_an_older_verdict_is_none(tmp_path: Path, started: list[str], monkeypatc
 def test_vllm_comes_last_and_its_times_join_our_rows(
     started: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [{"shape": "qwen3-8b", "kind": "plain", "batch": batch, "ours_ms": 4.0, "peer_ms": None} for batch in (1, 8)]
+    alike = {"shape": "qwen3-8b", "kind": "plain", "weights": "normal"}
+    rows = [{**alike, "batch": batch, "ours_ms": 4.0, "peer_ms": None} for batch in (1, 8)]
     (tmp_path / "gpu-steps.json").write_text(json.dumps({"name": "gpu-steps", "machine": "m", "rows": rows}))
     (tmp_path / "vllm").mkdir()
-    line = json.dumps({"peer": "vllm 0", "shape": "qwen3-8b", "kind": "plain", "batch": 8, "ms": 6.0})
+    line = json.dumps({"peer": "vllm 0", **alike, "batch": 8, "ms": 6.0})
     (tmp_path / "vllm" / "vllm-steps.jsonl").write_text(f'{line}\n{{"shape": "qw')
     monkeypatch.setattr(bench_gpu.importlib.util, "find_spec", lambda _name: object())
     assert main(["--out", str(tmp_path), "--parts", "micro", "--with-vllm", "--shapes", "qwen3-8b", "k3-mini"]) == 0

@@ -22,7 +22,7 @@ SMALL = [
 def test_rows_have_the_keys_that_readers_expect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     peer = tmp_path / "peer.jsonl"
     lines = [
-        {"peer": "vllm 0", "shape": "tiny-smollm2", "kind": "dflash", "batch": 2, "ms": 4.5},
+        {"peer": "vllm 0", "shape": "tiny-smollm2", "kind": "dflash", "batch": 2, "weights": "normal", "ms": 4.5},
         {"shape": "tiny-smollm2", "kind": "dflash", "counters": {}},
     ]
     peer.write_text("".join(json.dumps(line) + "\n" for line in lines))

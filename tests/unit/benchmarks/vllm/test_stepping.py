@@ -37,6 +37,9 @@ class FakeLLM:
         output = type("Output", (), {"token_ids": [1] * sampling["max_tokens"]})()
         return [type("Request", (), {"outputs": [output]})() for _ in prompts]
 
+    def collective_rpc(self, function: Any, args: tuple[object, ...]) -> list[object]:
+        return [(function.__name__, *args)]
+
     def get_metrics(self) -> list[Counter]:
         return [Counter("vllm:spec_decode_num_accepted_tokens", 3), Counter("vllm:other", 1)]
 
@@ -64,10 +67,13 @@ def test_both_sides_have_the_same_shapes(shape: str, tmp_path: Path) -> None:
 def test_one_configuration_measures_in_turn_and_writes_as_it_goes(fake_vllm: None, tmp_path: Path) -> None:
     say_ready(tmp_path, "smollm2-135m.plain")
     arguments = ["--out", str(tmp_path), "--shapes", "smollm2-135m", "--batches", "1", "2", "--new-tokens", "5"]
+    arguments += ["--weights", "normal", "dummy"]
     assert main([*arguments, "--only", "smollm2-135m.dflash"]) == 0
     assert not still_starting(tmp_path, ["smollm2-135m.dflash"])
     lines = [json.loads(line) for line in (tmp_path / stepping.RESULT).read_text().splitlines()]
-    assert [line.get("batch") for line in lines] == [1, 2, None]
+    assert [(line["weights"], line.get("batch")) for line in lines] == [
+        (weights, batch) for weights in ("normal", "dummy") for batch in (1, 2, None)
+    ]
     assert all(line["peer"] == "vllm 0.0" and line["shape"] == "smollm2-135m" for line in lines)
     assert len(lines[0]["rounds_ms"]) == 3 and lines[0]["ms"] > 0
     assert lines[2]["counters"] == {"vllm:spec_decode_num_accepted_tokens": 3}
