@@ -15,6 +15,7 @@ import functools
 import importlib
 import importlib.util
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -43,7 +44,9 @@ def find_chunk_kda() -> Callable[..., Any] | None:
     if not has_fla():
         return None
     try:
-        function: Callable[..., Any] = importlib.import_module("fla.ops.kda").chunk_kda
+        with warnings.catch_warnings():
+            warnings.simplefilter("default")  # a warning is no failure, not even where all others are made errors
+            function: Callable[..., Any] = importlib.import_module("fla.ops.kda").chunk_kda
     except Exception as error:  # it compiles and asks devices on import, and any of it may fail
         _log.warning("fla-core is installed and cannot be used: %s: %s", type(error).__name__, error)
         return None

@@ -5,6 +5,8 @@ Without the package, a function written from the same documentation takes its pl
 
 from __future__ import annotations
 
+import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from paceline.ops import delta_fla
 from paceline.ops.delta_attention import delta_attention_reference
-from paceline.ops.delta_fla import TOLERANCE, delta_chunks_fla, find_chunk_kda, may_run_fla
+from paceline.ops.delta_fla import TOLERANCE, delta_chunks_fla, find_chunk_kda, has_fla, may_run_fla
 from paceline.ops.delta_rows import DeltaGate, DeltaInputs
 
 
@@ -107,18 +109,37 @@ def test_a_package_that_fails_on_import_is_none(
         _forget()
 
 
+def test_a_package_that_warns_on_import_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warnings are errors in these tests, and may be so in a user's process."""
+
+    def loud(_name: str) -> Any:
+        warnings.warn("nothing to worry about", stacklevel=1)
+        return SimpleNamespace(chunk_kda=documented_chunk_kda)
+
+    monkeypatch.setattr(delta_fla.importlib.util, "find_spec", lambda _name: object())
+    monkeypatch.setattr(delta_fla.importlib, "import_module", loud)
+    _forget()
+    try:
+        with pytest.warns(UserWarning, match="nothing to worry about"):
+            assert find_chunk_kda() is documented_chunk_kda
+    finally:
+        _forget()
+
+
 def _forget() -> None:
     find_chunk_kda.cache_clear()
     delta_fla.has_fla.cache_clear()
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # what the package warns of is not ours
 @pytest.mark.parametrize("lower_bound", [-5.0, -8.0, None])
 @torch.inference_mode()
 def test_its_kernels_agree_with_the_recurrence(lower_bound: float | None) -> None:
     """Around the edges of its chunks of 64, in one pass and in two; states read or written transposed would be seen."""
-    if find_chunk_kda() is None:
+    if not has_fla():
         pytest.skip("fla-core is not installed")
+    assert find_chunk_kda() is not None, "it is installed and cannot be used"
     device, generator = torch.device("cuda"), torch.Generator().manual_seed(3)
     gate = random_gate(2, 64, lower_bound=lower_bound)
     gate = DeltaGate(gate.a_log_N.to(device), gate.dt_bias_NK.to(device), lower_bound)
