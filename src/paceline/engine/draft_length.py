@@ -241,6 +241,26 @@ class DraftLengthController:
                 switch.steps_to_probe = self._probe_interval(kind)
                 switch.backoff = min(2 * switch.backoff, _MAX_BACKOFF)
 
+    def pays_behind_prompts(self, step: StepAhead, num_prompts: int) -> bool:
+        """Whether first blocks are worth a pass of their own, right behind their prompts.
+
+        All other requests wait for it. Without it, the first step of these requests gives each of them one token, and
+        drafts for them together with everybody else.
+
+        Args:
+            step: the one that would judge them; all its requests adapt, or nearly.
+            num_prompts: of its requests, those whose prompts have just been run.
+        """
+        num_drafts = self._switches[step.kind].num_drafts
+        if num_drafts == 0:
+            return True  # whatever is drawn now is a probe, and these have a pace of their own
+        costs = self.costs.of(step.kind)
+        saved_ms = costs.verify_ms(num_prompts, num_drafts) - costs.verify_ms(num_prompts, 0)
+        pass_ms = costs.step_ms(num_prompts, num_drafts) - costs.step_ms(num_prompts, 0) - saved_ms
+        tokens = self.expected_tokens(step)[num_drafts]
+        gained = (tokens / step.num_requests - 1) * num_prompts
+        return pass_ms * tokens / costs.step_ms(step.num_requests, num_drafts) <= gained
+
     def thresholds(self, step: StepAhead, num_drafts: int) -> list[float]:
         """The survival from which on each of the drawn drafts is worth verifying.
 

@@ -118,6 +118,17 @@ class Drafting:
             step,
         )
 
+    def plan_first(self, requests: Sequence[RunningRequest], running: Sequence[RunningRequest]) -> DraftPlan:
+        """Plan the first blocks of requests whose prompts are being run: none where a pass for them alone loses time.
+
+        Arguments as for `plan`.
+        """
+        controller, drafted = self.planner.controller, [request for request in requests if request.is_drafted]
+        if controller is not None and drafted and all(request.draft_length == "adaptive" for request in drafted):
+            if not controller.pays_behind_prompts(self._step_ahead(requests, running), len(requests)):
+                return DraftPlan((0,) * len(requests))
+        return self.plan(requests, running)
+
     def _step_ahead(self, requests: Sequence[RunningRequest], running: Sequence[RunningRequest]) -> StepAhead:
         """The step that will judge the next blocks of some requests."""
         batch = [request for request in running if request.is_decoding or request in requests]

@@ -138,7 +138,7 @@ class PromptPasses:
             parts.state,
             self._settings,
             end=end,
-            plan=lambda: self._drafting.plan([request], self._scheduler.running),
+            plan=lambda: self._drafting.plan_first([request], self._scheduler.running),
             stopper=self._drafting.stopper_of([request]),
         )
         self._count_pass([request], [Ahead(0, 0, 0)], [end - request.num_prefilled])
@@ -152,7 +152,7 @@ class PromptPasses:
     def _run_together(self, requests: Sequence[RunningRequest]) -> None:
         started_s, timer = time.perf_counter(), PassTimer(self._parts.state.device)
         parts = self._parts
-        plan = self._drafting.plan(requests, self._scheduler.running)
+        plan = self._drafting.plan_first(requests, self._scheduler.running)
         chunks = [
             next_chunk(request, parts.state, self._settings, end=request.prefill_goal, plan=lambda: plan, stopper=None)
             for request in requests

@@ -374,3 +374,50 @@ def test_the_choice_rests(num_requests: int) -> None:
     chosen = run(controller, 0.6, 600, random.Random(0), num_requests=num_requests)[50:]
     changes = sum(before != after for before, after in itertools.pairwise(chosen))
     assert changes <= 8
+
+
+# First blocks
+
+
+@dataclass
+class FixedCosts(LinearCosts):
+    """A step of any size takes 10 ms, and drawing drafts 4 more, as on a device that is never full."""
+
+    def plain_ms(self, num_requests: int) -> float:
+        return 10.0
+
+    def verify_ms(self, num_requests: int, num_drafts: int) -> float:
+        return 10.0
+
+    def step_ms(self, num_requests: int, num_drafts: int) -> float:
+        return 14.0 if num_drafts > 0 else 10.0
+
+
+def test_a_pass_for_first_blocks_alone_has_to_pay_for_the_time_of_all() -> None:
+    """By hand: 14 ms give each of R requests 8 tokens, so 4 ms are worth 2.29 R; a first block is worth 7 of them."""
+    controller = controller_of(FixedCosts(0.0, 0.0))
+    run(controller, 1.0, 50, random.Random(0))
+    for num_requests, num_prompts, pays in ((1, 1, True), (3, 1, True), (4, 1, False), (32, 10, False), (32, 11, True)):
+        assert controller.pays_behind_prompts(ahead(num_requests), num_prompts) is pays, (num_requests, num_prompts)
+
+
+def test_drafts_that_are_kept_seldom_pay_for_no_pass_of_their_own() -> None:
+    """2 tokens a step on average: 4 of 14 ms are worth 0.57 R, a first block is worth 1."""
+    controller = controller_of(FixedCosts(0.0, 0.0))
+    run(controller, 0.5, 3000, random.Random(0))
+    assert controller.pays_behind_prompts(ahead(1), 1)
+    assert not controller.pays_behind_prompts(ahead(2), 1)
+
+
+def test_probes_are_not_left_out() -> None:
+    controller = controller_of(LinearCosts(1.0, 1.0))
+    run(controller, 0.0, 300, random.Random(0))
+    assert controller.is_off(GREEDY_STEP)
+    assert controller.pays_behind_prompts(ahead(32), 1)
+
+
+def test_rows_that_are_judged_in_any_case_are_no_cost_of_the_pass() -> None:
+    """Drawing costs nothing here; that seven rows cost 7 ms is a matter of the step behind."""
+    controller = controller_of(LinearCosts(1.0, 0.0))
+    run(controller, 1.0, 50, random.Random(0))
+    assert controller.pays_behind_prompts(ahead(64), 1)

@@ -204,6 +204,36 @@ def test_perfect_drafts_are_drawn_in_full_and_a_flawed_text_costs_them(monkeypat
         assert (*prompt, *result.token_ids) == right
 
 
+@pytest.mark.parametrize("mode", ["adaptive", "fixed"])
+def test_a_newcomer_among_many_gets_its_first_block_with_everybody_else(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps and draft passes cost the same at any size, so a pass for one is time that four lose."""
+    flat = {(requests, count): 10.0 for requests in (1, 5) for count in (1, 8)}
+    drawn = {size: 4.0 for size in flat}
+    monkeypatch.setattr(
+        loop_module, "measure_costs", lambda *_args, **_kwargs: StepCosts(StepCostTable(flat), StepCostTable(drawn))
+    )
+    monkeypatch.setattr(KindCosts, "observe", lambda *_args: None)
+    target, _ = loaded()
+    prompt, sampling = tiny_prompts([4])[0], with_mode(mode, max_tokens=60)
+    right = (*prompt, *Engine(target).generate([prompt], sampling)[0].token_ids)
+    replay = ReplayProposer(lambda _slot: right, 7)
+    engine = Engine(target, None, EngineSettings(max_num_seqs=5), proposer=replay)
+    names = []
+    for _ in range(5):
+        names.append(engine.add_request(prompt, sampling))
+        engine.step()
+    while engine.has_unfinished():
+        engine.step()
+    results = [engine.take_result(name) for name in names]
+    firsts = [result.trace.records[0].num_draft_tokens for result in results]
+    assert firsts == ([7, 7, 7, 0, 0] if mode == "adaptive" else [7] * 5)
+    for result in results:
+        assert {record.num_draft_tokens for record in result.trace.records[1:-1]} == {7}
+        assert (*prompt, *result.token_ids) == right
+
+
 def test_a_step_has_as_many_rows_as_its_longest_block(monkeypatch: pytest.MonkeyPatch) -> None:
     made_up(monkeypatch, row_ms=0.5, draft_ms=0.2)
     target, drafter = loaded()
