@@ -123,11 +123,12 @@ class Drafting:
 
         Arguments as for `plan`.
         """
-        controller, drafted = self.planner.controller, [request for request in requests if request.is_drafted]
-        if controller is not None and drafted and all(request.draft_length == "adaptive" for request in drafted):
-            if not controller.pays_behind_prompts(self._step_ahead(requests, running), len(requests)):
-                return DraftPlan((0,) * len(requests))
-        return self.plan(requests, running)
+        modes = {request.draft_length for request in requests if request.is_drafted}
+        controller = self.planner.controller
+        if controller is None or modes != {"adaptive"}:
+            return self.plan(requests, running)
+        pays = controller.pays_behind_prompts(self._step_ahead(requests, running), len(requests))
+        return self.plan(requests, running) if pays else DraftPlan((0,) * len(requests))
 
     def _step_ahead(self, requests: Sequence[RunningRequest], running: Sequence[RunningRequest]) -> StepAhead:
         """The step that will judge the next blocks of some requests."""
