@@ -86,10 +86,10 @@ def measure_costs(
                 steps=measure(trial.whole, batch_sizes, row_counts), plain=measure(trial.plain, batch_sizes, [1])
             )
         return StepCosts(
-            verify=measure_step_costs(
-                trial.verify, batch_sizes, sorted({1, 1 + (most + 1) // 2, 1 + most}), budget_s=_VERIFY_BUDGET_S
+            verify=measure_step_costs(trial.verify, batch_sizes, sizes_to_measure(1 + most), budget_s=_VERIFY_BUDGET_S),
+            draft=measure_step_costs(
+                trial.draft, batch_sizes, sorted({1, (1 + most) // 2, most}), budget_s=_DRAFT_BUDGET_S
             ),
-            draft=measure_step_costs(trial.draft, batch_sizes, sorted({1, most}), budget_s=_DRAFT_BUDGET_S),
             plain=measure_step_costs(trial.plain, batch_sizes, [1], budget_s=_PLAIN_BUDGET_S),
         )
     finally:

@@ -83,6 +83,12 @@ def test_a_slow_machine_is_measured_with_fewer_runs() -> None:
     assert table.cost_ms(2, 100) == pytest.approx(200)
 
 
+def test_what_disturbs_a_trial_step_does_not_count() -> None:
+    took_ms = iter([99.0, 5.0, 40.0, 30.0, 99.0, 6.0, 6.1, 6.2])  # the first of each size warms up
+    table = measure_step_costs(lambda _requests, _rows: next(took_ms), [1], [1, 2])
+    assert [table.cost_ms(1, rows) for rows in (1, 2)] == [5.0, 6.0]
+
+
 def test_sizes_to_measure() -> None:
     assert [sizes_to_measure(largest) for largest in (1, 2, 3, 8, 9)] == [
         [1],
