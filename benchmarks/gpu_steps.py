@@ -148,7 +148,7 @@ def main(arguments: Sequence[str]) -> int:
         "record_prompts": options.record_prompts,
         "ceilings": asdict(ceilings),
     }
-    result = GrowingResult(head, settings, options.out, key=KEY, order=lambda row: [str(row[name]) for name in KEY])
+    result = GrowingResult(head, settings, options.out, key=KEY, order=_reading_order)
     peers = read_peers(options.peer)
     for shape in options.shapes:
         if shape in unsound:
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str]) -> int:
             release(device)
     if len(result.rows) == sum(num_rows(shape, options) for shape in options.shapes):
         result.finish()
-    print(text_table(sorted(result.rows, key=_reading_order), _SHOWN), flush=True)
+    print(text_table(result.rows, _SHOWN), flush=True)
     return exit_code
 
 
@@ -472,8 +472,10 @@ def run_round(engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int)
     )
 
 
-def _reading_order(row: Any) -> tuple[int, int, int, int]:
-    return SHAPES.index(row["shape"]), row["batch"], KINDS.index(row["kind"]), MODES.index(row["mode"])
+def _reading_order(row: Any) -> tuple[int, int, int, int, int]:
+    chosen = (row["kind"], KINDS), (row["mode"], MODES), (row["weights"], WEIGHTS)
+    kind, mode, weights = (names.index(name) for name, names in chosen)
+    return SHAPES.index(row["shape"]), kind, row["batch"], mode, weights
 
 
 def _short(value: object) -> str:
