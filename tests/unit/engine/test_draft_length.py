@@ -202,6 +202,20 @@ def test_rates_follow_recent_blocks_and_a_position_starts_from_the_one_before() 
     assert rates.rates()[1] > 0.9
 
 
+def test_rates_start_from_what_the_drafter_was_calibrated_with() -> None:
+    rates = AcceptanceRates(4, (0.8, 0.4, 0.4))
+    assert rates.rates() == pytest.approx([0.8, 0.56, 0.912, 0.912]), "each leans on the one before"
+    for _ in range(300):
+        rates.observe([(4, 4)])
+    assert min(rates.rates()) > 0.98, "it fades"
+    assert AcceptanceRates(2, (0.5, 0.0, 0.0)).rates()[1] == pytest.approx(0.1)
+    assert AcceptanceRates(3, (0.0, 0.0, 0.0)).rates() == [0, 0, 0]
+    controller = DraftLengthController(7, CostsByKind(lambda _kind: LinearCosts(1.0, 1.0)), (0.3, 0.05))
+    assert controller.next_num_drafts(ahead()) == 1, "two ms for 0.3 tokens, where ten give one"
+    poor = DraftLengthController(7, CostsByKind(lambda _kind: LinearCosts(1.0, 1.0)), (0.1, 0.05))
+    assert poor.next_num_drafts(ahead()) == 0, "without a block that is known not to pay"
+
+
 def test_blocks_without_drafts_tell_nothing() -> None:
     controller = controller_of(LinearCosts(1.0, 1.0), 3)
     for _ in range(50):
