@@ -82,6 +82,7 @@ class Linear(Block):
         self._native: NativeWeight | None = None
         self._stored: StoredCodes | None = None
         self._may_round = False
+        self._is_laid_out_by_owner = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in_size] to [..., out_size]."""
@@ -118,7 +119,8 @@ class Linear(Block):
         self.mode = mode
         takes_packed = mode in ("packed", "row_invariant") and can_pack(self.weight)
         self._packed = pack_weight(self.weight) if takes_packed else None
-        self._native = self.native_form() if mode in NATIVE_MODES else None
+        makes_native = mode in NATIVE_MODES and not self._is_laid_out_by_owner
+        self._native = self.native_form() if makes_native else None
 
     def allow_rounding(self) -> None:
         """Let the mode "int8" round the weight to codes of 8 bits where no file has it in codes."""
@@ -156,9 +158,9 @@ class Linear(Block):
             return self._stored.read()
         return nearest_codes(self.weight) if self._may_round and self.mode == "int8" else None
 
-    def drop_native(self) -> None:
+    def leave_native_to_owner(self) -> None:
         """Go without a native copy: whoever owns this keeps the weight in another order."""
-        self._native = None
+        self._is_laid_out_by_owner = True
 
     def some_outputs(self, ids: Tensor) -> Linear:
         """The product that gives these outputs alone, in the same arithmetic; its weight is a copy.
@@ -394,6 +396,7 @@ class GatedMLP(Block):
         self.intermediate_size = intermediate_size
         self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=bias)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
+        self.gate_up_proj.leave_native_to_owner()
         self._native_gate_up: NativeWeight | None = None
 
     @property
@@ -403,11 +406,8 @@ class GatedMLP(Block):
 
     def set_mode(self, mode: LinearMode) -> None:
         """Switch the arithmetic of what lies between the products; they have theirs already."""
-        gate_up = self.gate_up_proj
-        self._native_gate_up = None
-        if mode in NATIVE_MODES and gate_up.native is not None:
-            gate_up.drop_native()
-            self._native_gate_up = gate_up.native_form(is_gated=True)
+        makes_native = mode in NATIVE_MODES
+        self._native_gate_up = self.gate_up_proj.native_form(is_gated=True) if makes_native else None
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Map [B, T, D] to [B, T, D]."""

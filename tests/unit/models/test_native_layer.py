@@ -10,6 +10,7 @@ from tests.unit.models.test_flat_layer import LAYERS, SHAPES, Layer, layer_with_
 from torch import Tensor
 
 from paceline.models.layers import GatedMLP, Linear, set_linear_mode
+from paceline.ops.native import rows as native_rows
 from paceline.ops.native.rows import can_run
 
 pytestmark = pytest.mark.skipif(
@@ -97,9 +98,17 @@ def test_modules_alone_compute_the_same(is_neox_style: bool) -> None:
     assert (y.double() - run(wide.double(), x.double(), is_neox_style=is_neox_style)).norm() < 2**-6 * y.double().norm()
 
 
-def test_gates_are_kept_once() -> None:
+def test_gates_are_laid_out_and_kept_once(monkeypatch: pytest.MonkeyPatch) -> None:
     mlp = GatedMLP(48, 40).to(torch.bfloat16).requires_grad_(False)
+    sizes, pack = [], native_rows.pack
+
+    def counted(weight: Tensor, bias: Tensor | None, *, is_gated: bool) -> native_rows.NativeWeight:
+        sizes.append(weight.shape[0])
+        return pack(weight, bias, is_gated=is_gated)
+
+    monkeypatch.setattr(native_rows, "pack", counted)
     set_linear_mode(mlp, "native")
+    assert sorted(sizes) == [48, 80]
     assert mlp.native_gate_up is not None and mlp.gate_up_proj.native is None and mlp.down_proj.native is not None
     set_linear_mode(mlp, "plain")
     assert mlp.native_gate_up is None and mlp.down_proj.native is None
