@@ -1,7 +1,7 @@
 """Where the time of a decode step goes: every kernel of a recorded step, by name, with its share.
 
     python -m benchmarks.gpu_profile --shape qwen3-8b --kind dflash --batch 32
-    python -m benchmarks.gpu_profile --kind dflash --temperature 1 --adaptive
+    python -m benchmarks.gpu_profile --kind dflash --temperature 1 --num-drafts 3
     python -m benchmarks.gpu_profile --device cpu --shape tiny-smollm2 --batch 2        the script itself
 
 Steps of `gpu_steps.py` under torch's profiler, which sees the kernels of a replayed graph one by one. It slows the host
@@ -15,7 +15,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.command_line import positive, run, say
 from benchmarks.gpu_gate import DEFAULT, MODES, engine_settings
@@ -26,10 +26,6 @@ from benchmarks.step_driver import StepTimes, time_steps
 from benchmarks.step_shapes import KINDS, PLAIN, SHAPES, make_drafter, make_target
 
 from paceline.errors import EXIT_DONE
-
-if TYPE_CHECKING:
-    from paceline.engine.draft_stopper import DraftStopper
-    from paceline.engine.engine import Engine
 
 _CONTEXT, _MAX_MODEL_LEN = 224, 512
 _NUM_WARM_UP = 8
@@ -59,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         batch=options.batch,
         context=_CONTEXT,
         temperature=options.temperature,
-        stopper=make_stopper(engine) if options.adaptive else None,
+        num_drafts=options.num_drafts,
     )
     times = run_steps(num_warm_up=_NUM_WARM_UP, num_timed=options.num_steps)
     say(f"{options.shape}, {options.kind}, batch {options.batch}: {times.median_ms:.4g} ms a step, not profiled")
@@ -83,18 +79,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--linear-mode", choices=LINEAR_MODES, default="auto")
     parser.add_argument("--weights", choices=WEIGHTS, default="normal", help="as of gpu_steps; default normal")
     parser.add_argument("--temperature", type=float, default=0.0, help="of all requests; default 0")
-    parser.add_argument("--adaptive", action="store_true", help="ask about every draft whether it is worth a row")
+    parser.add_argument(
+        "--num-drafts", type=positive, metavar="N", help="per request and step, as adaptive lengths are; default all"
+    )
     parser.add_argument("--num-steps", type=positive, default=16, help="that are profiled; default 16")
     parser.add_argument("--num-rows", type=positive, default=40, help="kernels that are shown; default 40")
-    return parser.parse_args(arguments)
-
-
-def make_stopper(engine: Engine) -> DraftStopper:
-    """What an engine in "adaptive" mode asks about drafts."""
-    from paceline.engine.draft_stopper import DraftStopper
-
-    parts = engine._loop.parts
-    return DraftStopper(engine.settings.max_num_seqs, parts.num_draft_tokens, parts.state.device)
+    options = parser.parse_args(arguments)
+    if options.num_drafts is not None and options.kind == PLAIN:
+        parser.error("--num-drafts is for a kind that drafts")
+    return options
 
 
 def profile(run_steps: Callable[..., StepTimes], num_steps: int, *, is_gpu: bool) -> list[Row]:

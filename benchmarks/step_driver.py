@@ -18,7 +18,6 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-    from paceline.engine.draft_stopper import DraftStopper
     from paceline.engine.engine import Engine
     from paceline.engine.step import StepBatch
 
@@ -49,7 +48,7 @@ def time_steps(
     num_warm_up: int,
     num_timed: int,
     temperature: float = 0.0,
-    stopper: DraftStopper | None = None,
+    num_drafts: int | None = None,
 ) -> StepTimes:
     """Step slots 0 to `batch` - 1 of an idle engine and time every step on its device.
 
@@ -60,7 +59,7 @@ def time_steps(
         num_warm_up: steps before those that count.
         num_timed: steps that count.
         temperature: of all requests.
-        stopper: asked about every draft and lets all pass, as in "adaptive" mode; None asks nobody.
+        num_drafts: judged and drawn in each step, as "adaptive" chooses them; None for as many as the drafter makes.
     """
     import torch
 
@@ -68,7 +67,8 @@ def time_steps(
     parts = engine._loop.parts
     state, tables = parts.state, parts.tables
     num_steps = num_warm_up + num_timed
-    rows = parts.num_draft_tokens + 1
+    count = parts.num_draft_tokens if num_drafts is None else num_drafts
+    rows = count + 1
     each = tables.max_blocks
     assert 1 + batch * each <= tables.num_blocks, "the caches hold a full context of every slot"
     for slot in range(batch):
@@ -76,7 +76,7 @@ def time_steps(
         _admit(engine, slot, context, temperature)
     state.flush()
     tables.flush()
-    make_batch = _batches(engine, batch, temperature, stopper)
+    make_batch = _batches(engine, batch, temperature, count)
     first = max(1, context - _STEPS_ON // 2)
     bound = min(first + _STEPS_ON * rows, each * tables.block_size - rows)
     clock = _DeviceClock(state.device)
@@ -117,9 +117,7 @@ def _set_back(engine: Engine, batch: int, length: int) -> None:
         parts.recurrent.ends_S[:batch].fill_(length)
 
 
-def _batches(
-    engine: Engine, batch: int, temperature: float, stopper: DraftStopper | None
-) -> Callable[[int], StepBatch]:
+def _batches(engine: Engine, batch: int, temperature: float, num_drafts: int) -> Callable[[int], StepBatch]:
     """Puts steps together as the engine's loop does; asked with a bound of the requests' positions."""
     import torch
 
@@ -129,17 +127,15 @@ def _batches(
     from paceline.engine.sampling_flags import SamplingFlags
     from paceline.engine.step import StepBatch
 
-    num_drafts = engine._loop.parts.num_draft_tokens
+    has_drafter = engine._loop.parts.num_draft_tokens > 0
     slots = list(range(batch))
     flags = SamplingFlags.of([SamplingParameters(temperature=temperature)] * batch)
-    thresholds = None if stopper is None else (0.0,) * num_drafts
-    adapts = (stopper is not None,) * batch
-    plan = DraftPlan((num_drafts,) * batch, thresholds, is_adaptive=adapts, teaches=(True,) * batch)
+    plan = DraftPlan((num_drafts,) * batch, teaches=(True,) * batch)
 
     def make(bound: int) -> StepBatch:
         bounds = [bound] * batch
         rows = Rows(slots, torch.tensor(slots), bounds, torch.tensor(bounds), num_drafts + 1)
-        return StepBatch(rows=rows, flags=flags, writes_context=num_drafts > 0, plan=plan, stopper=stopper)
+        return StepBatch(rows=rows, flags=flags, writes_context=has_drafter, plan=plan)
 
     return make
 

@@ -25,8 +25,10 @@ def test_the_script_names_what_a_step_runs(capsys: pytest.CaptureFixture[str]) -
     assert "aten::" in text and "all kernels" in text
 
 
-def test_a_sampled_step_in_adaptive_mode_can_be_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sampled_step_with_fewer_drafts_can_be_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--device", "cpu", "--shape", "tiny-smollm2", "--num-steps", "3", "--linear-mode", "plain"]
-    assert main([*sizes, "--kind", "dflash", "--temperature", "1", "--adaptive", "--num-rows", "999"]) == 0
-    text = capsys.readouterr().out
-    assert "aten::sigmoid" in text and "aten::log1p" in text, "chances of drafts, and noise"
+    assert main([*sizes, "--kind", "dflash", "--temperature", "1", "--num-drafts", "3", "--num-rows", "999"]) == 0
+    assert "aten::log1p" in capsys.readouterr().out, "noise"
+    with pytest.raises(SystemExit):
+        main([*sizes, "--num-drafts", "3"])
+    assert "for a kind that drafts" in capsys.readouterr().err

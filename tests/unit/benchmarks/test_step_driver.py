@@ -16,8 +16,10 @@ from paceline.engine.step import StepBatch, StepOutput
 SETTINGS = EngineSettings(max_num_seqs=3, max_model_len=128, prefix_cache=False)
 
 
-@pytest.mark.parametrize("is_drafted", [False, True])
-def test_every_step_runs_all_rows_of_all_requests(is_drafted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("is_drafted", "num_drafts", "rows"), [(False, None, 1), (True, None, 8), (True, 3, 4)])
+def test_every_step_runs_all_rows_of_all_requests(
+    is_drafted: bool, num_drafts: int | None, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, drafter = tiny.loaded()
     engine = Engine(target, drafter if is_drafted else None, SETTINGS)
     run, seen = engine._loop.run_step, []
@@ -25,12 +27,13 @@ def test_every_step_runs_all_rows_of_all_requests(is_drafted: bool, monkeypatch:
     def watched(batch: StepBatch) -> StepOutput:
         output = run(batch)
         seen.append((batch.rows.num_rows, output.positions_B.tolist(), output.tokens_BT[:, 0].tolist()))
+        assert batch.plan.num_drafts == (rows - 1,) * 2 and batch.writes_context is is_drafted
         return output
 
     monkeypatch.setattr(engine._loop, "run_step", watched)
-    times = time_steps(engine, batch=2, context=40, num_warm_up=2, num_timed=10)
+    times = time_steps(engine, batch=2, context=40, num_warm_up=2, num_timed=10, num_drafts=num_drafts)
     assert 0 < times.p10_ms <= times.median_ms <= times.p90_ms
-    assert [rows for rows, _, _ in seen] == [8 if is_drafted else 1] * 12
+    assert [num_rows for num_rows, _, _ in seen] == [rows] * 12
     positions = torch.tensor([positions for _, positions, _ in seen])
     moved = positions[1:] > positions[:-1]
     assert positions[0].tolist() == [36, 36] == positions[8].tolist(), "requests are set back"
