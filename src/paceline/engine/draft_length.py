@@ -172,6 +172,7 @@ class DraftLengthController:
         self._rates: defaultdict[TextKind, AcceptanceRates] = defaultdict(
             lambda: AcceptanceRates(num_draft_tokens, calibrated_shares)
         )
+        self._is_calibrated = bool(calibrated_shares)
         self._switches: defaultdict[StepKind, _Switch] = defaultdict(lambda: _Switch(num_draft_tokens))
         self.num_drafts = num_draft_tokens
         self.num_switched_off = 0
@@ -185,11 +186,17 @@ class DraftLengthController:
         """Whether a new request should be drafted for; always, unless it was given up and the next probe is not due.
 
         What was given up with many requests may pay with few, or the other way round, and is then given up no more.
+        Where a calibrated drafter is not expected to pay from the start, that is given up before anything is drafted.
 
         Args:
             step: like those that the request will be in, if all of them adapted.
         """
+        is_new = step.kind not in self._switches
         switch = self._switches[step.kind]
+        if is_new and self._is_calibrated and self._best(step, switch.num_drafts) == 0:
+            switch.num_drafts, switch.num_requests = 0, step.num_requests
+            switch.num_unpaid = _BLOCKS_TO_GIVE_UP
+            switch.steps_to_probe = self._probe_interval(step.kind)
         if self.has_given_up(step.kind) and self._best(step, 0) > 0:
             switch.backoff, switch.num_unpaid = 1, 0
         return not self.has_given_up(step.kind) or switch.steps_to_probe <= 1

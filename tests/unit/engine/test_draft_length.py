@@ -216,6 +216,30 @@ def test_rates_start_from_what_the_drafter_was_calibrated_with() -> None:
     assert poor.next_num_drafts(ahead()) == 0, "without a block that is known not to pay"
 
 
+def test_a_calibrated_drafter_that_will_not_pay_is_given_up_before_it_drafts() -> None:
+    """Rows are free for one request here, and not for sixteen."""
+
+    class Crowded(LinearCosts):
+        def verify_ms(self, num_requests: int, num_drafts: int) -> float:
+            return 10 + max(0, num_requests * num_drafts - 8) * self.row_ms
+
+        def plain_ms(self, num_requests: int) -> float:
+            return 10.0
+
+    costs = CostsByKind(lambda _kind: Crowded(1.0, 0.1))
+    shares = (0.6, 0.3, 0.1)
+    controller = DraftLengthController(7, costs, shares)
+    assert not controller.wants_another_request(ahead(16)) and controller.has_given_up(GREEDY_STEP)
+    num_skipped = 0
+    while not controller.wants_another_request(ahead(16)):
+        controller.skip_step(GREEDY_STEP)
+        num_skipped += 1
+    assert 16 <= num_skipped < 5000, "a probe comes all the same"
+    assert controller.wants_another_request(ahead(1)) and not controller.has_given_up(GREEDY_STEP)
+    assert DraftLengthController(7, costs, shares).wants_another_request(ahead(1))
+    assert DraftLengthController(7, costs).wants_another_request(ahead(16)), "nothing is known of this one"
+
+
 def test_blocks_without_drafts_tell_nothing() -> None:
     controller = controller_of(LinearCosts(1.0, 1.0), 3)
     for _ in range(50):
