@@ -37,8 +37,10 @@ _CALIBRATED_WEIGHT = 8.0  # blocks
 _MEMORY = 0.98  # weight that a step keeps when the next comes in: the last 50 count
 _PROBE_MEMORY = 0.7  # probes are rare, and the last few have to be enough to come back
 _MARGIN = 0.02  # what another length has to gain, or the choice would follow noise from step to step
+_CLEARLY = 0.1  # what plain decoding has to gain to be chosen before anything was drafted
 _PROBE_INTERVAL = 16  # steps, until it is given up or pays again
 _PROBE_SHARE = 0.02  # of the time, at most, goes into probing after that
+_MOST_STEPS_TO_PROBE = 1000  # times the backoff; a trial step that was disturbed must not end drafting for good
 _MAX_BACKOFF = 4
 _BLOCKS_TO_GIVE_UP = 3  # that were probes and did not pay: those of one step with many requests, or of three with one
 
@@ -186,14 +188,14 @@ class DraftLengthController:
         """Whether a new request should be drafted for; always, unless it was given up and the next probe is not due.
 
         What was given up with many requests may pay with few, or the other way round, and is then given up no more.
-        Where a calibrated drafter is not expected to pay from the start, that is given up before anything is drafted.
+        Where a calibrated drafter is clearly not going to pay, that is given up before anything is drafted.
 
         Args:
             step: like those that the request will be in, if all of them adapted.
         """
         is_new = step.kind not in self._switches
         switch = self._switches[step.kind]
-        if is_new and self._is_calibrated and self._best(step, switch.num_drafts) == 0:
+        if is_new and self._is_calibrated and self._clearly_loses(step):
             switch.num_drafts, switch.num_requests = 0, step.num_requests
             switch.num_unpaid = _BLOCKS_TO_GIVE_UP
             switch.steps_to_probe = self._probe_interval(step.kind)
@@ -323,9 +325,18 @@ class DraftLengthController:
 
     def _best(self, step: StepAhead, last: int) -> int:
         """The length with the best pace; the last one, unless another is clearly better."""
-        paces = [tokens / ms for tokens, ms in zip(self.expected_tokens(step), self.believed_ms(step), strict=True)]
+        paces = self._paces(step)
         best = max(paces)
         return last if paces[last] * (1 + _MARGIN) >= best else paces.index(best)
+
+    def _clearly_loses(self, step: StepAhead) -> bool:
+        """Whether no number of drafts comes near plain decoding."""
+        plain, *drafted = self._paces(step)
+        return plain > (1 + _CLEARLY) * max(drafted)
+
+    def _paces(self, step: StepAhead) -> list[float]:
+        """Tokens per ms with 0, 1, ... K drafts."""
+        return [tokens / ms for tokens, ms in zip(self.expected_tokens(step), self.believed_ms(step), strict=True)]
 
     def _cost_ratio(self, kind: StepKind) -> float:
         """What a step with all drafts costs, in plain steps."""
@@ -338,4 +349,4 @@ class DraftLengthController:
             return _PROBE_INTERVAL
         # A block is drawn in one step and judged in the next, and both may be as large as its rows.
         share = math.ceil(2 * (self._cost_ratio(kind) - 1) / _PROBE_SHARE)
-        return self._switches[kind].backoff * max(_PROBE_INTERVAL, share)
+        return self._switches[kind].backoff * max(_PROBE_INTERVAL, min(share, _MOST_STEPS_TO_PROBE))

@@ -238,6 +238,18 @@ def test_a_calibrated_drafter_that_will_not_pay_is_given_up_before_it_drafts() -
     assert controller.wants_another_request(ahead(1)) and not controller.has_given_up(GREEDY_STEP)
     assert DraftLengthController(7, costs, shares).wants_another_request(ahead(1))
     assert DraftLengthController(7, costs).wants_another_request(ahead(16)), "nothing is known of this one"
+    near = DraftLengthController(7, CostsByKind(lambda _kind: LinearCosts(5.0, 1.5)), shares)  # 1.6 tokens for 16.5 ms
+    assert near.wants_another_request(ahead(16)), "drafts may be kept more often than where it was calibrated"
+
+
+def test_a_trial_step_that_was_disturbed_does_not_end_drafting_for_good() -> None:
+    controller = DraftLengthController(7, CostsByKind(lambda _kind: LinearCosts(0.1, 1000.0)), (0.9, 0.8, 0.7))
+    assert not controller.wants_another_request(ahead())
+    num_skipped = 0
+    while not controller.wants_another_request(ahead()):
+        controller.skip_step(GREEDY_STEP)
+        num_skipped += 1
+    assert num_skipped < 1000
 
 
 def test_blocks_without_drafts_tell_nothing() -> None:
