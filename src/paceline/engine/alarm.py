@@ -96,9 +96,9 @@ class _Rule:
         self._window.append(value)
         self._total += value
         self._num_fresh += 1
-        mean = self.mean
-        if self.limit is None or mean is None or self._num_fresh < WINDOW:  # what was judged before is not judged again
+        if self.limit is None or self._num_fresh < WINDOW:  # what was judged before is not judged again
             return False
+        mean = self._offset + self._total / WINDOW  # there were as many
         if self.is_raised and mean >= self._offset + (self.limit - self._offset) * _RECOVERY:
             self.is_raised, self._num_fresh = False, 0
             return True

@@ -215,6 +215,8 @@ class Drafting:
 
     def give_up(self, requests: Sequence[RunningRequest]) -> None:
         """Where drafting has not paid for long, let requests lose their context: their steps are plain ones then."""
+        if self.planner.controller is None:
+            return
         if not self.planner.has_given_up(StepKind.joined({request.step_kind for request in requests})):
             return
         for request in requests:

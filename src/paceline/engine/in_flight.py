@@ -52,14 +52,13 @@ class Launched:
         Raises:
             EngineFaultError: host and device disagree on where a request stood.
         """
-        wanted = []
-        for request, epoch, step, num_drawn in zip(
-            self.requests, self.epochs, self.output.read(), self.num_drawn, strict=True
-        ):
+        wanted, is_decode = [], self.is_decode
+        parts = zip(self.requests, self.epochs, self.output.read(), self.num_drawn, strict=True)
+        for request, epoch, step, num_drawn in parts:
             if request.epoch != epoch or request.finish_reason is not None:
                 continue
             wanted.append((request, step, num_drawn))
-            if self.is_decode and step.position != request.num_cached:
+            if is_decode and step.position != request.num_cached:
                 stands = "has ended" if step.position < 0 else f"stands at {step.position}"
                 raise EngineFaultError(
                     f"request {request.request_id} {stands} on the device and stands at {request.num_cached} on the "
@@ -125,6 +124,9 @@ class InFlight:
         for launched in self._unread:
             first = {num_drawn: Ahead(1, launched.num_rows, num_drawn) for num_drawn in set(launched.num_drawn)}
             parts = zip(launched.requests, launched.epochs, launched.num_drawn, strict=True)
+            if not found and launched.is_decode:  # in most steps the only one
+                found = {request: first[num_drawn] for request, epoch, num_drawn in parts if request.epoch == epoch}
+                continue
             for request, epoch, num_drawn in parts:
                 if request.epoch != epoch:
                     continue

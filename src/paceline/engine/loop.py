@@ -439,22 +439,22 @@ class EngineLoop:
         self._pace.observe_step(step_ms)
         keeps_states = self._states.store is not None
         for request, step, num_drawn in parts:
-            start = request.num_cached
             delta = request.take_step(step, step_ms)
             if keeps_states:
-                self._states.take_step(launched.number, request, start, step)
+                self._states.take_step(launched.number, request, step.position, step)
             self._deliver(delta)
             self.drafting.observe(request, step)
             request.num_drawn, request.num_waiting = num_drawn, step.num_waiting
-            self.blocks.publish(request)
-            if request.is_drafted and request.finish_reason is None:
-                self.drafting.stop_beyond(request, request.num_cached, context_end=request.num_cached)
-            if step.fault == NOT_A_NUMBER and request.finish_reason is None:
+            length, reason = request.num_cached, delta.finish_reason
+            self.blocks.publish_below(request, length)
+            if request.is_drafted and reason is None:
+                self.drafting.stop_beyond(request, length, context_end=length)
+            if step.fault == NOT_A_NUMBER and reason is None:
                 self._retry_without_drafts(request)
             elif step.fault == NOT_A_NUMBER:
                 request.has_bad_numbers = True  # it ended within its block, but the rows behind may hold anything
-            if delta.finish_reason is not None:
-                self._finish(request, delta.finish_reason)
+            if reason is not None:
+                self._finish(request, reason)
         self._states.settle_step(launched.number)
         size = launched.size if launched.number == self._last_step + 1 else None  # else something ran in between
         self._last_step = launched.number

@@ -163,6 +163,23 @@ class RequestOutput:
         """Tokens left in the budget."""
         return self.max_tokens - len(self.token_ids)
 
+    def extend_within(self, token_ids: Sequence[int]) -> str | None:
+        """Take in tokens of which none can end the request, as in nearly every step.
+
+        Args:
+            token_ids: in order.
+
+        Returns:
+            Newly certain text; None, and nothing was taken in, where the request may end.
+        """
+        own_ids = self.token_ids
+        if self._stops or len(own_ids) + len(token_ids) >= self.max_tokens or not self.stop_ids.isdisjoint(token_ids):
+            return None
+        text = self._decoder.push(token_ids)
+        own_ids.extend(token_ids)
+        self._shown.append(text)
+        return text
+
     def extend(self, token_ids: Sequence[int], *, is_complete: bool = False) -> Extension:
         """Take in tokens, as many as count.
 
@@ -170,13 +187,10 @@ class RequestOutput:
             token_ids: in order.
             is_complete: the last of them completes the request's grammar.
         """
-        num_remaining = self.max_tokens - len(self.token_ids)
-        ends_nowhere = len(token_ids) < num_remaining and not self._stops and not is_complete
-        if ends_nowhere and self.stop_ids.isdisjoint(token_ids):  # nearly every step: all tokens and all text count
-            text = self._decoder.push(token_ids)
-            self.token_ids.extend(token_ids)
-            self._shown.append(text)
+        text = None if is_complete else self.extend_within(token_ids)
+        if text is not None:
             return Extension(len(token_ids), text)
+        num_remaining = self.num_remaining
         kept = list(token_ids[:num_remaining])
         reason: FinishReason | None = "length" if len(kept) == num_remaining else None
         if is_complete and len(kept) == len(token_ids):

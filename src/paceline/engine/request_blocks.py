@@ -304,7 +304,11 @@ class RequestBlocks:
 
     def publish(self, request: RunningRequest) -> None:
         """Let later requests find the blocks of a request that are full, final and sound."""
-        num_full = request.num_final // self._block_size
+        self.publish_below(request, request.num_final)
+
+    def publish_below(self, request: RunningRequest, num_final: int) -> None:
+        """`publish` where it is known how many positions are final and sound."""
+        num_full = num_final // self._block_size
         if num_full > request.held.num_published:
             self._offer(request, num_full)
 

@@ -16,7 +16,7 @@ from paceline.engine.sampling_flags import SamplingFlags
 from paceline.engine.step import HostStep
 from paceline.engine.step_kind import GREEDY_STEP, GREEDY_TEXT, StepKind, TextKind
 from paceline.ops.acceptance import VerifyMethod, is_lossless
-from paceline.ops.finalise_block import NOT_A_NUMBER, NOTHING_LEFT
+from paceline.ops.finalise_block import NOT_A_NUMBER, NOTHING_LEFT, SOUND
 from paceline.trace.step import RequestTrace, StepRecord
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class RunningRequest:
     @property
     def is_plain_greedy(self) -> bool:
         """Whether it takes the most likely token at every position, and no rule is in the way."""
-        return self.flags.all_greedy and not self.has_token_rules
+        return self.flags.all_greedy and self.grammar is None and not self._has_limits
 
     def take_first(self, step: HostStep) -> RequestDelta:
         """Take in the token that the prompt pass gave, if it gave one."""
@@ -161,7 +161,7 @@ class RunningRequest:
         extension = self._extend(step)
         self.num_prefilled = self.prefill_goal
         self.trace.first_token_id = next(iter(self.output.token_ids), None)
-        return self._delta(extension, step, tuple(step.token_ids[: extension.num_kept]), None)
+        return self._delta(extension, step, step.token_ids[: extension.num_kept], None)
 
     def take_step(self, step: HostStep, step_ms: float) -> RequestDelta:
         """Take in one decode step: keep what counts, and record both what was verified and what was kept.
@@ -171,10 +171,14 @@ class RunningRequest:
         """
         anchor_position, anchor_id = self.num_cached, self.output.token_ids[-1]
         self.has_bad_numbers = step.fault == NOT_A_NUMBER and not step.draft_ids
-        extension = self.output.extend(step.token_ids) if self.grammar is None else self._extend(step)
-        num_kept, num_accepted = extension.num_kept, step.num_accepted
-        kept = tuple(step.token_ids if num_kept == len(step.token_ids) else step.token_ids[:num_kept])
-        records = self.trace.records
+        kept, num_accepted, records = step.token_ids, step.num_accepted, self.trace.records
+        is_plain = step.fault == SOUND and self.grammar is None and self.sampling.logprobs is None
+        text = self.output.extend_within(kept) if is_plain else None
+        extension = None
+        if text is None:
+            extension = self._extend(step)
+            kept = kept[: extension.num_kept]
+        num_kept = len(kept)
         num_delivered = num_accepted if num_accepted < num_kept else num_kept
         bonus_id = kept[-1] if num_kept == num_accepted + 1 else None
         record = StepRecord(  # by position: keywords double what it takes
@@ -190,6 +194,9 @@ class RunningRequest:
             step_ms,
         )
         records.append(record)
+        if text is not None:
+            return RequestDelta(self.request_id, kept, text, None, record)
+        assert extension is not None, "where the text is not known"
         return self._delta(extension, step, kept, record)
 
     def fail(self, error: Exception, *, doing: str | None = None) -> RequestDelta:

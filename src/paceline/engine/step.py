@@ -189,35 +189,43 @@ class StepOutput:
         """Read what `send` packed, a row per request."""
         steps = []
         end = NUM_COUNTS + self.num_rows
+        logprobs = _NO_LOGPROBS
         for numbers in packed:
             # Beside log-probabilities whole numbers come as fractions.
             whole = cast(list[int], numbers)
             if self.logprobs is not None:
                 whole = [int(number) for number in numbers[:num_integers]]
-            # By position: keywords, and a mapping of its own for each, would cost half as much again.
-            step = HostStep(
-                whole[ACCEPTED],
-                whole[FAULT],
-                whole[NUM_ZERO_Q],
-                whole[NUM_COUNTS:end],
-                whole[end:],
-                _NO_LOGPROBS,
-                whole[NUM_WAITING],
-                whole[POSITION],
-            )
+            num_accepted, fault = whole[ACCEPTED], whole[FAULT]
+            token_ids = tuple(whole[NUM_COUNTS : NUM_COUNTS + num_accepted + (fault == SOUND)])
+            drafts = whole[end:]
+            if NO_TOKEN in drafts:
+                drafts = drafts[: drafts.index(NO_TOKEN)]
             if self.logprobs is not None:
-                step.logprobs = self._entries(list(numbers[num_integers:]), step)
-            steps.append(step)
+                logprobs = self._entries(list(numbers[num_integers:]), token_ids)
+            steps.append(
+                HostStep(  # by position: keywords would cost half as much again
+                    num_accepted,
+                    fault,
+                    whole[NUM_ZERO_Q],
+                    token_ids,
+                    tuple(drafts),
+                    logprobs,
+                    whole[NUM_WAITING],
+                    whole[POSITION],
+                )
+            )
         return steps
 
-    def _entries(self, numbers: list[float], step: HostStep) -> dict[LogprobsMode, tuple[TokenLogprobs, ...]]:
+    def _entries(
+        self, numbers: list[float], token_ids: Sequence[int]
+    ) -> Mapping[LogprobsMode, tuple[TokenLogprobs, ...]]:
         entries: dict[LogprobsMode, tuple[TokenLogprobs, ...]] = {}
         assert self.logprobs is not None, "asked for only where there are some"
         for mode in get_args(LogprobsMode):
             part: RowLogprobs | None = getattr(self.logprobs, mode)
             if part is not None:
                 num_columns = part.num_columns
-                entries[mode] = entries_of(numbers[:num_columns], step.token_ids, self.num_rows, mode)
+                entries[mode] = entries_of(numbers[:num_columns], token_ids, self.num_rows, mode)
                 numbers = numbers[num_columns:]
         return entries
 
@@ -249,32 +257,21 @@ class HostStep:
         num_accepted: drafts kept.
         fault: of the row that should have supplied the target's own token.
         num_zero_q: drafts that their own distribution called impossible.
-        padded_token_ids: kept drafts, the target's own token, then -1.
-        padded_draft_ids: drafts, then -1.
+        token_ids: kept drafts and, unless the row was bad, the target's own token.
+        draft_ids: drafts that were really there.
         logprobs: of the tokens, by mode.
         num_waiting: drafts that wait for the next step.
         position: of the first row; -1 where the device saw the request's end before.
-        token_ids: kept drafts and, unless the row was bad, the target's own token.
-        draft_ids: drafts that were really there.
     """
 
     num_accepted: int
     fault: int
     num_zero_q: int
-    padded_token_ids: list[int]
-    padded_draft_ids: list[int]
+    token_ids: tuple[int, ...]
+    draft_ids: tuple[int, ...]
     logprobs: Mapping[LogprobsMode, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     num_waiting: int = 0
     position: int = 0
-    token_ids: list[int] = field(init=False)
-    draft_ids: tuple[int, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.token_ids = self.padded_token_ids[: self.num_accepted + (self.fault == SOUND)]
-        drafts = self.padded_draft_ids
-        if NO_TOKEN in drafts:
-            drafts = drafts[: drafts.index(NO_TOKEN)]
-        self.draft_ids = tuple(drafts)
 
     @property
     def is_bad(self) -> bool:

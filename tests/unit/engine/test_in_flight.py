@@ -68,7 +68,7 @@ def test_results_belong_to_a_request_and_not_to_what_became_of_it() -> None:
     launch(in_flight, [gone, void, here], [9, 9, 10])
     gone.finish_reason, void.epoch = "abort", 1
     ((request, step, num_drawn),) = in_flight.pop().read()
-    assert (request, step.token_ids, num_drawn) == (here, [7], 3)
+    assert (request, step.token_ids, num_drawn) == (here, (7,), 3)
 
 
 @pytest.mark.parametrize(("position", "text"), [(11, "stands at 11 on the device"), (-1, "has ended on the device")])

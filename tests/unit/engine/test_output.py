@@ -209,3 +209,15 @@ def test_a_complete_grammar_ends_the_text_at_its_last_token() -> None:
     assert (first.finish_reason, last.finish_reason, last.stop_reason, output.text) == (None, "stop", None, "abz")
     short = RequestOutput(ByteTokenizer(), SamplingParameters(), max_tokens=2, target_stop_ids=())
     assert short.extend(list(b"abc"), is_complete=True).finish_reason == "length", "its end lies behind the budget"
+
+
+@pytest.mark.parametrize(("stops", "tokens"), [((), b"cd"), ((), b"s"), (("zz",), b"c")])
+def test_tokens_that_may_end_the_request_are_not_taken_in_unseen(stops: tuple[str, ...], tokens: bytes) -> None:
+    """The last of the budget, a stop token, anything where there are stop texts."""
+    sampling = SamplingParameters(stop=stops)
+    output = RequestOutput(ByteTokenizer(), sampling, max_tokens=4, target_stop_ids=(ord("s"),))
+    if not stops:
+        assert output.extend_within(list(b"ab")) == "ab"
+    before = list(output.token_ids), output.text
+    assert output.extend_within(list(tokens)) is None
+    assert (output.token_ids, output.text) == before

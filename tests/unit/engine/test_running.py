@@ -25,8 +25,7 @@ def make_request(sampling: SamplingParameters, prompt: bytes = b"ask") -> Runnin
 def step_of(tokens: bytes, drafts: bytes, *, fault: int = SOUND) -> HostStep:
     """All drafts but those after the given tokens were kept; the last token is the target's own."""
     num_accepted = len(tokens) - (1 if fault == SOUND else 0)
-    padded = list(tokens) + [-1] * (len(drafts) + 1 - len(tokens))
-    return HostStep(num_accepted, fault, 0, padded, list(drafts))
+    return HostStep(num_accepted, fault, 0, tuple(tokens), tuple(drafts))
 
 
 def test_a_stop_inside_the_block_is_kept_apart_from_verification() -> None:
@@ -81,7 +80,7 @@ def test_a_bad_prompt_delivers_nothing() -> None:
 def test_rules_that_leave_no_token_end_a_request_with_or_without_drafts(drafts: bytes) -> None:
     """P17: the kept drafts are sound, and running them again would leave nothing again."""
     request = make_request(SamplingParameters(bad_words=("x",), allowed_token_ids=(7,), min_tokens=2, logprobs=0))
-    request.take_first(HostStep(0, SOUND, 0, [ord("a")], [], logged(b"a")))
+    request.take_first(HostStep(0, SOUND, 0, (ord("a"),), (), logged(b"a")))
     kept = drafts[:1]
     step = replace(step_of(kept, drafts, fault=NOTHING_LEFT), logprobs=logged(kept))
     delta = request.take_step(step, 1.0)

@@ -95,7 +95,7 @@ def test_every_count_of_accepted_drafts_commits_exactly_the_kept_rows() -> None:
             drafts[num_right] = (drafts[num_right] + 1) % 512
         bench.offer(1, drafts)
         (step,) = bench.step([1], 4)
-        assert (step.num_accepted, step.token_ids) == (num_right, text[1 : num_right + 2])
+        assert (step.num_accepted, step.token_ids) == (num_right, tuple(text[1 : num_right + 2]))
         assert step.draft_ids == tuple(drafts)
         assert bench.state.lengths[1] == 9 + num_right + 1
         assert bench.state.anchors[1] == text[num_right + 1]
@@ -148,7 +148,7 @@ def test_a_step_starts_where_the_device_stands_whatever_the_host_last_knew() -> 
         (step,) = decode_step(
             bench.target.model, bench.proposer, bench.cache, bench.state, bench.choice, batch
         ).to_host()
-        assert (step.position, step.token_ids) == (9 + index, [text[index + 1]])
+        assert (step.position, step.token_ids) == (9 + index, (text[index + 1],))
 
 
 @torch.inference_mode()
@@ -256,7 +256,7 @@ def test_missing_drafts_are_never_accepted() -> None:
     bench.prefill(0, prompt)
     bench.offer(0, [text[1], -1, text[3]])
     (step,) = bench.step([0], 4)
-    assert (step.num_accepted, step.token_ids, step.draft_ids) == (1, text[1:3], (text[1],))
+    assert (step.num_accepted, step.token_ids, step.draft_ids) == (1, tuple(text[1:3]), (text[1],))
 
 
 @torch.inference_mode()
@@ -271,7 +271,7 @@ def test_a_batch_leaves_other_slots_and_their_order_alone() -> None:
     drafts = bench.state.draft_ids[1].clone()
     bench.offer(2, texts[2][1:4])
     steps = bench.step([2, 0], 4)
-    assert steps[0].token_ids == texts[2][1:5]
+    assert steps[0].token_ids == tuple(texts[2][1:5])
     assert steps[1].token_ids[0] == texts[0][1]
     assert all(torch.equal(bystanders(cache, [0, 2]), old) for cache, old in zip(caches, before, strict=True))
     assert torch.equal(bench.state.draft_ids[1], drafts)
@@ -345,6 +345,6 @@ def test_output_reaches_the_host_in_one_piece() -> None:
     first, second = output.to_host()
     assert (first.num_waiting, second.num_waiting) == (3, 0)
     assert (first.position, second.position) == (17, -1)
-    assert (first.token_ids, first.draft_ids, first.is_bad, first.num_zero_q) == ([5, 6], (5, 9), False, 0)
-    assert (second.token_ids, second.draft_ids, second.fault, second.num_zero_q) == ([], (3,), 2, 2)
+    assert (first.token_ids, first.draft_ids, first.is_bad, first.num_zero_q) == ((5, 6), (5, 9), False, 0)
+    assert (second.token_ids, second.draft_ids, second.fault, second.num_zero_q) == ((), (3,), 2, 2)
     assert first.logprobs == {}
