@@ -157,6 +157,31 @@ def test_a_rows_bits_do_not_depend_on_company_or_on_where_its_keys_lie() -> None
         assert torch.equal(part.run()[0], together[1, start : start + num_rows])
 
 
+@pytest.mark.parametrize("group", [2, 3, 4, 5, 6, 7, 8, 9, 25])
+@pytest.mark.parametrize("head_size", [30, 64, 98])
+def test_query_heads_taken_together_have_the_bits_that_each_has_alone(group: int, head_size: int) -> None:
+    case = Case([0, 20, 40, 100], 1, 2 * group, 2, head_size)  # 1, 2, 3 and 7 groups of keys
+    case.lows += torch.tensor([[0], [3], [17], [0]]).int()
+    together = case.run()
+    case.check(together)
+    queries = case.q
+    for head in range(group):
+        case.q = queries[:, :, head::group]
+        assert torch.equal(case.run(), together[:, :, head::group]), head
+
+
+@pytest.mark.parametrize("num_rows", [2, 3, 5, 6, 7])
+def test_rows_taken_together_see_apart(num_rows: int) -> None:
+    case = Case([40, 90], num_rows, 2, 2)
+    spans = torch.tensor([[0, 41], [38, 39], [5, 12], [0, 1], [20, 41], [11, 33], [40, 41]])[:num_rows]
+    case.lows, case.highs = spans.int().T.unsqueeze(1).repeat(1, 2, 1)
+    together = case.run()
+    case.check(together)
+    for row, (low, high) in enumerate(spans.tolist()):
+        case.lows[:], case.highs[:] = low, high
+        assert torch.equal(case.run()[:, row], together[:, row]), row
+
+
 def test_large_scores_do_not_overflow() -> None:
     case = Case([20], 2)
     case.q = (100 * case.q.float()).bfloat16()
