@@ -312,7 +312,7 @@ def _engine(
 
 
 def device_target(world: World, contract: TargetContract, tensor_size: int) -> tuple[LoadedTarget, Any]:
-    """A random target in bf16, or this rank's share of one and its place; times do not depend on what weights are."""
+    """A random target in bf16, or this rank's share of one and its place."""
     import torch
     from benchmarks.random_dense import numbering_tokenizer, random_target
     from benchmarks.random_weights import fill

@@ -38,7 +38,7 @@ def read_peers(path: Path | None) -> Peers:
 
 def peer_columns(peers: Peers, row: Mapping[str, Any]) -> dict[str, object]:
     """What a row says of the peer: nothing where that was not measured."""
-    peer = peers.get((row["shape"], row["kind"], row["batch"], row["weights"]), {})
+    peer = peers.get((row["shape"], row["kind"], row["batch"], row.get("weights", "normal")), {})
     ours, theirs = row.get("ours_ms"), peer.get("ms")
     ratio = theirs / ours if ours and theirs else None
     return {"peer": peer.get("peer"), "peer_ms": theirs, "peer_over_ours": ratio}

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, get_args
 
 from paceline.engine.kind_costs import CostsByKind
-from paceline.engine.step_kind import StepAhead, StepKind, TextKind
+from paceline.engine.step_kind import GREEDY_TEXT, StepAhead, StepKind, TextKind
 from paceline.errors import RequestError, shown
 
 DraftLengthMode = Literal["off", "fixed", "adaptive"]
@@ -37,7 +37,6 @@ _CALIBRATED_WEIGHT = 8.0  # blocks
 _MEMORY = 0.98  # weight that a step keeps when the next comes in: the last 50 count
 _PROBE_MEMORY = 0.7  # probes are rare, and the last few have to be enough to come back
 _MARGIN = 0.02  # what another length has to gain, or the choice would follow noise from step to step
-_CLEARLY = 0.1  # what plain decoding has to gain to be chosen before anything was drafted
 _PROBE_INTERVAL = 16  # steps, until it is given up or pays again
 _PROBE_SHARE = 0.02  # of the time, at most, goes into probing after that
 _MOST_STEPS_TO_PROBE = 1000  # times the backoff; a trial step that was disturbed must not end drafting for good
@@ -99,8 +98,9 @@ class AcceptanceRates:
     """
 
     def __init__(self, num_draft_tokens: int, calibrated_shares: Sequence[float] = ()) -> None:
-        shares = calibrated_shares[:num_draft_tokens]
-        chances = [share / before if before > 0 else 0.0 for before, share in itertools.pairwise((1.0, *shares))]
+        shares = itertools.pairwise((1.0, *calibrated_shares[:num_draft_tokens]))
+        # Behind a position that was never kept nothing was measured.
+        chances = [share / before for before, share in itertools.takewhile(lambda pair: pair[0] > 0, shares)]
         weight = _CALIBRATED_WEIGHT
         if not chances:
             chances, weight = [1.0], _PRIOR_WEIGHT
@@ -160,7 +160,8 @@ class DraftLengthController:
     Args:
         num_draft_tokens: K.
         costs: of steps.
-        calibrated_shares: what every kind of text starts from, see `AcceptanceRates`.
+        calibrated_shares: what greedy text starts from, see `AcceptanceRates`; sampled text keeps fewer drafts, and
+            nobody measured how many.
 
     Attributes:
         costs: as given.
@@ -171,10 +172,8 @@ class DraftLengthController:
 
     def __init__(self, num_draft_tokens: int, costs: CostsByKind, calibrated_shares: Sequence[float] = ()) -> None:
         self._num_draft_tokens, self.costs = num_draft_tokens, costs
-        self._rates: defaultdict[TextKind, AcceptanceRates] = defaultdict(
-            lambda: AcceptanceRates(num_draft_tokens, calibrated_shares)
-        )
-        self._is_calibrated = bool(calibrated_shares)
+        self._rates: defaultdict[TextKind, AcceptanceRates] = defaultdict(lambda: AcceptanceRates(num_draft_tokens))
+        self._rates[GREEDY_TEXT] = AcceptanceRates(num_draft_tokens, calibrated_shares)
         self._switches: defaultdict[StepKind, _Switch] = defaultdict(lambda: _Switch(num_draft_tokens))
         self.num_drafts = num_draft_tokens
         self.num_switched_off = 0
@@ -188,17 +187,11 @@ class DraftLengthController:
         """Whether a new request should be drafted for; always, unless it was given up and the next probe is not due.
 
         What was given up with many requests may pay with few, or the other way round, and is then given up no more.
-        Where a calibrated drafter is clearly not going to pay, that is given up before anything is drafted.
 
         Args:
             step: like those that the request will be in, if all of them adapted.
         """
-        is_new = step.kind not in self._switches
         switch = self._switches[step.kind]
-        if is_new and self._is_calibrated and self._clearly_loses(step):
-            switch.num_drafts, switch.num_requests = 0, step.num_requests
-            switch.num_unpaid = _BLOCKS_TO_GIVE_UP
-            switch.steps_to_probe = self._probe_interval(step.kind)
         if self.has_given_up(step.kind) and self._best(step, 0) > 0:
             switch.backoff, switch.num_unpaid = 1, 0
         return not self.has_given_up(step.kind) or switch.steps_to_probe <= 1
@@ -261,25 +254,27 @@ class DraftLengthController:
                 switch.steps_to_probe = self._probe_interval(kind)
                 switch.backoff = min(2 * switch.backoff, _MAX_BACKOFF)
 
-    def pays_behind_prompts(self, step: StepAhead, num_prompts: int) -> bool:
+    def pays_behind_prompts(self, step: StepAhead, newcomers: StepAhead) -> bool:
         """Whether first blocks are worth a pass of their own, right behind their prompts.
 
         All other requests wait for it. Without it, the first step of these requests gives each of them one token, and
-        drafts for them together with everybody else.
+        drafts for them together with everybody else. What the pass takes is what drafts add to a step of the newcomers;
+        where steps are one piece, their rows are part of that, and the pass seems dearer than it is.
 
         Args:
-            step: the one that would judge them; all its requests adapt, or nearly.
-            num_prompts: of its requests, those whose prompts have just been run.
+            step: the one that would judge them.
+            newcomers: the same, if those whose prompts have just been run were alone in it.
         """
         num_drafts = self._switches[step.kind].num_drafts
         if num_drafts == 0:
             return True  # whatever is drawn now is a probe, and these have a pace of their own
         costs = self.costs.of(step.kind)
-        saved_ms = costs.verify_ms(num_prompts, num_drafts) - costs.verify_ms(num_prompts, 0)
-        pass_ms = costs.step_ms(num_prompts, num_drafts) - costs.step_ms(num_prompts, 0) - saved_ms
-        tokens = self.expected_tokens(step)[num_drafts]
-        gained = (tokens / step.num_requests - 1) * num_prompts
-        return pass_ms * tokens / costs.step_ms(step.num_requests, num_drafts) <= gained
+        count = newcomers.num_requests
+        rows_ms = costs.verify_ms(count, num_drafts) - costs.verify_ms(count, 0)
+        pass_ms = costs.step_ms(count, num_drafts) - costs.step_ms(count, 0) - rows_ms
+        gained = self.expected_tokens(newcomers)[num_drafts] - count
+        pace = self.expected_tokens(step)[num_drafts] / costs.step_ms(step.num_requests, num_drafts)
+        return pass_ms * pace <= gained
 
     def thresholds(self, step: StepAhead, num_drafts: int) -> list[float]:
         """The survival from which on each of the drawn drafts is worth verifying.
@@ -325,18 +320,9 @@ class DraftLengthController:
 
     def _best(self, step: StepAhead, last: int) -> int:
         """The length with the best pace; the last one, unless another is clearly better."""
-        paces = self._paces(step)
+        paces = [tokens / ms for tokens, ms in zip(self.expected_tokens(step), self.believed_ms(step), strict=True)]
         best = max(paces)
         return last if paces[last] * (1 + _MARGIN) >= best else paces.index(best)
-
-    def _clearly_loses(self, step: StepAhead) -> bool:
-        """Whether no number of drafts comes near plain decoding."""
-        plain, *drafted = self._paces(step)
-        return plain > (1 + _CLEARLY) * max(drafted)
-
-    def _paces(self, step: StepAhead) -> list[float]:
-        """Tokens per ms with 0, 1, ... K drafts."""
-        return [tokens / ms for tokens, ms in zip(self.expected_tokens(step), self.believed_ms(step), strict=True)]
 
     def _cost_ratio(self, kind: StepKind) -> float:
         """What a step with all drafts costs, in plain steps."""

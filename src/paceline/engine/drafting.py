@@ -127,7 +127,8 @@ class Drafting:
         controller = self.planner.controller
         if controller is None or modes != {"adaptive"}:
             return self.plan(requests, running)
-        pays = controller.pays_behind_prompts(self._step_ahead(requests, running), len(requests))
+        newcomers = self._step_ahead(requests, requests)
+        pays = controller.pays_behind_prompts(self._step_ahead(requests, running), newcomers)
         return self.plan(requests, running) if pays else DraftPlan((0,) * len(requests))
 
     def _step_ahead(self, requests: Sequence[RunningRequest], running: Sequence[RunningRequest]) -> StepAhead:

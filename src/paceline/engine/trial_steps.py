@@ -30,8 +30,8 @@ from paceline.engine.step_kind import GREEDY_STEP, SAMPLED_STEP, StepKind
 from paceline.ops.acceptance import VerifyMethod
 
 _CONTEXT = 256
-_VERIFY_BUDGET_S = 1.0
-_DRAFT_BUDGET_S = 0.5
+_VERIFY_BUDGET_S = 1.5
+_DRAFT_BUDGET_S = 0.75
 _PLAIN_BUDGET_S = 0.25
 _RECORDED_BUDGET_S = 5.0
 _SAMPLING = {GREEDY_STEP: SamplingParameters(), SAMPLED_STEP: SamplingParameters(temperature=1.0)}

@@ -142,3 +142,36 @@ def test_recorded_steps_pass_the_gate_and_are_played_back(shape: str, tmp_path: 
     assert main([*arguments, *sizes, "--out", str(tmp_path)]) == 0
     rows = read_growing(tmp_path / "gpu-steps.json")["rows"]
     assert len(rows) == 2 and all(row["replayed"] > 0.9 for row in rows)
+
+
+def test_each_kind_of_weights_is_measured_with_models_of_that_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    largest: list[tuple[str, float]] = []
+    make_target, make_drafter = gpu_steps.make_target, gpu_steps.make_drafter
+
+    def watched_target(*arguments: Any, **options: Any) -> Any:
+        target = make_target(*arguments, **options)
+        largest.append(("target", float(target.model.embed_tokens.weight.detach().abs().max())))
+        return target
+
+    def watched_drafter(*arguments: Any) -> Any:
+        drafter = make_drafter(*arguments)
+        largest.append(("drafter", max(float(each.detach().abs().max()) for each in drafter.model.parameters())))
+        return drafter
+
+    monkeypatch.setattr(gpu_steps, "make_target", watched_target)
+    monkeypatch.setattr(gpu_steps, "make_drafter", watched_drafter)
+    arguments = ["--shapes", "tiny-smollm2", "tiny-k3", "--batches", "1", "--weights", "dummy", "normal"]
+    assert main([*SMALL, *arguments, "--skip-gate", "--skip-wall", "--out", str(tmp_path)]) == 0
+    result = read_growing(tmp_path / "gpu-steps.json")
+    assert result["complete"]
+    found = [(row["shape"], row["kind"], row["weights"]) for row in result["rows"]]
+    assert found == [
+        *[("tiny-smollm2", kind, weights) for kind in ("plain", "dflash") for weights in ("normal", "dummy")],
+        *[("tiny-k3", kind, "normal") for kind in ("plain", "dflash")],
+    ]
+    assert [(what, size <= 1e-3) for what, size in largest[:4]] == [
+        *[("target", True), ("drafter", True)],
+        *[("target", False), ("drafter", False)],
+    ]

@@ -6,6 +6,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ import torch
 from tests.fakes import TableProposer, table_target
 from tests.tiny import loaded, tiny_drafter_contract, tiny_prompts
 
+from paceline.checkpoint.calibration import Calibration
 from paceline.checkpoint.contract import ConfidenceSettings
 from paceline.engine import graphs as graphs_module
 from paceline.engine import loop as loop_module
+from paceline.engine.attends import AttentionChoice
 from paceline.engine.canary import ReplayProposer
 from paceline.engine.draft_stopper import DraftPlan, DraftStopper
 from paceline.engine.engine import Engine, EngineSettings
@@ -24,7 +27,7 @@ from paceline.engine.proposal import BlockProposer
 from paceline.engine.request import RequestResult, SamplingParameters
 from paceline.engine.step import SentOutput
 from paceline.engine.step_cost import StepCosts, StepCostTable
-from paceline.engine.step_kind import GREEDY_STEP, StepKind, StepSize
+from paceline.engine.step_kind import GREEDY_STEP, GREEDY_TEXT, StepKind, StepSize
 from paceline.errors import ConfigError, RequestError
 
 GREEDY = SamplingParameters(max_tokens=40, ignore_eos=True)
@@ -46,6 +49,16 @@ def costs(*, row_ms: float, draft_ms: float, plain_ms: float = 10.0) -> StepCost
 
 def made_up(monkeypatch: pytest.MonkeyPatch, **parts: float) -> None:
     monkeypatch.setattr(loop_module, "measure_costs", lambda *_args, **_kwargs: costs(**parts))
+    monkeypatch.setattr(KindCosts, "observe", lambda *_args: None)
+
+
+def flat_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes 10 ms and drawing drafts 4 more, at any size."""
+    flat = {(requests, count): 10.0 for requests in (1, 8) for count in (1, 8)}
+    drawn = {size: 4.0 for size in flat}
+    monkeypatch.setattr(
+        loop_module, "measure_costs", lambda *_args, **_kwargs: StepCosts(StepCostTable(flat), StepCostTable(drawn))
+    )
     monkeypatch.setattr(KindCosts, "observe", lambda *_args: None)
 
 
@@ -209,12 +222,7 @@ def test_a_newcomer_among_many_gets_its_first_block_with_everybody_else(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps and draft passes cost the same at any size, so a pass for one is time that four lose."""
-    flat = {(requests, count): 10.0 for requests in (1, 5) for count in (1, 8)}
-    drawn = {size: 4.0 for size in flat}
-    monkeypatch.setattr(
-        loop_module, "measure_costs", lambda *_args, **_kwargs: StepCosts(StepCostTable(flat), StepCostTable(drawn))
-    )
-    monkeypatch.setattr(KindCosts, "observe", lambda *_args: None)
+    flat_costs(monkeypatch)
     target, _ = loaded()
     prompt, sampling = tiny_prompts([4])[0], with_mode(mode, max_tokens=60)
     right = (*prompt, *Engine(target).generate([prompt], sampling)[0].token_ids)
@@ -232,6 +240,45 @@ def test_a_newcomer_among_many_gets_its_first_block_with_everybody_else(
     for result in results:
         assert {record.num_draft_tokens for record in result.trace.records[1:-1]} == {7}
         assert (*prompt, *result.token_ids) == right
+
+
+@pytest.mark.parametrize(("num_first", "num_drafts"), [(5, 7), (6, 0)])
+def test_newcomers_that_share_a_pass_are_worth_it_together(
+    num_first: int, num_drafts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hand, of 8 in the end: 4 ms are worth 4 * 64 / 14 = 18.3 tokens; three first blocks give 21, two 14."""
+    flat_costs(monkeypatch)
+    paged = AttentionChoice(is_batched=True, is_row_invariant=False, is_paged=True)
+    monkeypatch.setattr(AttentionChoice, "for_device", lambda *_arguments, **_options: paged)
+    target, _ = loaded(linear_mode="plain")
+    sampling = with_mode("adaptive", max_tokens=60)
+    prompts = [[10 + index, *tiny_prompts([5])[0]] for index in range(8)]
+    plain = Engine(target, None, EngineSettings(max_num_seqs=8, prefix_cache=False)).generate(prompts, sampling)
+    rights = {tuple(prompt): (*prompt, *result.token_ids) for prompt, result in zip(prompts, plain, strict=True)}
+    engine: Engine
+
+    def script(slot: int) -> tuple[int, ...]:
+        return next(rights[each.prompt_ids] for each in engine._loop.requests.values() if each.slot == slot)
+
+    settings = EngineSettings(max_num_seqs=8, prefix_cache=False)
+    engine = Engine(target, None, settings, proposer=ReplayProposer(script, 7))
+    names = []
+    for count in (num_first, 8 - num_first):
+        names += [engine.add_request(prompt, sampling) for prompt in prompts[len(names) : len(names) + count]]
+        engine.step()
+    while engine.has_unfinished():
+        engine.step()
+    records = [engine.take_result(name).trace.records for name in names]
+    firsts = [each[0].num_draft_tokens for each in records]
+    assert firsts == [7] * num_first + [num_drafts] * (8 - num_first)
+
+
+def test_a_drafters_calibration_is_what_its_engine_starts_from() -> None:
+    target, drafter = loaded()
+    calibration = Calibration(method="served", num_blocks=200, per_position=(0.5, 0.25, 0.2), texts=("x",))
+    engine = Engine(target, replace(drafter, calibration=calibration), EngineSettings(draft_length="adaptive"))
+    rates = engine._loop.drafting.planner.prepare()._rates[GREEDY_TEXT].rates()
+    assert rates[:3] == pytest.approx([0.5, 0.5, (8 * 0.8 + 2 * 0.5) / 10])
 
 
 def test_a_step_has_as_many_rows_as_its_longest_block(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,11 @@ def test_nothing_measured_says_nothing(tmp_path: Path) -> None:
     assert peer_columns({}, row) == {"peer": None, "peer_ms": None, "peer_over_ours": None}
 
 
+def test_rows_that_say_nothing_of_weights_are_of_normal_ones() -> None:
+    peers = {("a", "plain", 1, "normal"): {"peer": "vllm 0", "ms": 3.0}}
+    assert peer_columns(peers, {"shape": "a", "kind": "plain", "batch": 1, "ours_ms": 2.0})["peer_over_ours"] == 1.5
+
+
 @pytest.mark.parametrize(("ours", "ratio"), [({"ours_ms": 2.0}, 1.5), ({}, None), ({"ours_ms": None}, None)])
 def test_a_ratio_needs_both_sides(ours: dict[str, object], ratio: float | None) -> None:
     peers = {("a", "plain", 1, "normal"): {"peer": "vllm 0", "ms": 3.0}}
