@@ -344,21 +344,43 @@ static void keep_rows(const Attention *a, int64_t request, int64_t head) {
     }
 }
 
-/* By all threads of a team, and none goes on before it is done. */
-void attend_rows(const Attention *a, int32_t num_threads) {
-    int64_t rows = a->num_heads / a->num_kv_heads * a->num_rows, num_tiles = (rows + QUERY_TILE - 1) / QUERY_TILE;
-    int64_t num_tasks = a->num_requests * a->num_kv_heads * num_tiles;
-#pragma omp for schedule(static, 1)
-    for (int64_t thread = 0; thread < num_threads; thread++) {
-        float *scratch = a->scratch + thread * (QUERY_TILE + 4) * a->scratch_stride;
-        for (int64_t task = thread; task < num_tasks; task += num_threads) {
-            int64_t tile = task % num_tiles, head = task / num_tiles % a->num_kv_heads;
-            int64_t request = task / num_tiles / a->num_kv_heads, first = tile * QUERY_TILE;
-            int64_t count = rows - first < QUERY_TILE ? rows - first : QUERY_TILE;
-            attend_tile(a, request, head, first, count, scratch);
-            if (tile == 0 && a->write_rows) keep_rows(a, request, head);
+/* About what a row of a request costs: what the last of them see, and what is to do for any. */
+static int64_t cost_of_row(const Attention *a, int64_t request) {
+    int64_t token = request * a->num_rows, seen = a->highs[token + a->num_rows - 1] - a->lows[token];
+    return 2 * LANES + (seen > 0 ? seen : 0);
+}
+
+/* How many of a head's rows begin before a cost is reached. */
+static int64_t rows_before(int64_t cost, int64_t of_row, int64_t rows) {
+    int64_t before = cost > 0 ? (cost + of_row - 1) / of_row : 0;
+    return before < rows ? before : rows;
+}
+
+/* A thread's part of all rows, request by request and head by head. Parts cost about the same: a head's rows may belong
+   to two threads, which then both read its keys, for few requests have too few heads to go round. */
+static void attend_part(const Attention *a, int64_t thread, int64_t num_threads) {
+    float *scratch = a->scratch + thread * (QUERY_TILE + 4) * a->scratch_stride;
+    int64_t rows = a->num_heads / a->num_kv_heads * a->num_rows, total = 0, spent = 0;
+    for (int64_t request = 0; request < a->num_requests; request++) {
+        total += cost_of_row(a, request) * rows * a->num_kv_heads;
+    }
+    int64_t from = total * thread / num_threads, until = total * (thread + 1) / num_threads;
+    for (int64_t request = 0; request < a->num_requests; request++) {
+        int64_t of_row = cost_of_row(a, request);
+        for (int64_t head = 0; head < a->num_kv_heads; head++, spent += of_row * rows) {
+            int64_t first = rows_before(from - spent, of_row, rows), end = rows_before(until - spent, of_row, rows);
+            if (first == 0 && end > 0 && a->write_rows) keep_rows(a, request, head);
+            for (; first < end; first += QUERY_TILE) {
+                attend_tile(a, request, head, first, end - first < QUERY_TILE ? end - first : QUERY_TILE, scratch);
+            }
         }
     }
+}
+
+/* By all threads of a team, and none goes on before it is done. */
+void attend_rows(const Attention *a, int32_t num_threads) {
+#pragma omp for schedule(static, 1)
+    for (int64_t thread = 0; thread < num_threads; thread++) attend_part(a, thread, num_threads);
 }
 
 void paceline_attend(const Attention *a, int32_t num_threads) {

@@ -182,6 +182,24 @@ def test_rows_taken_together_see_apart(num_rows: int) -> None:
         assert torch.equal(case.run()[:, row], together[:, row]), row
 
 
+@pytest.mark.parametrize("lengths", [[70], [120, 0, 3], [5, 90, 90, 41, 0]])
+@pytest.mark.parametrize("num_rows", [1, 3, 8])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(9, 3), (2, 1)])
+def test_threads_share_every_row_and_change_none(
+    lengths: list[int], num_rows: int, num_heads: int, num_kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(lengths, num_rows, num_heads, num_kv_heads)
+    untouched = case.planes.clone()
+    alone = case.run(writes=True)
+    case.check(alone)
+    kept = case.planes.clone()
+    for num_threads in (2, 3, 5, 64):
+        monkeypatch.setattr(torch, "get_num_threads", lambda number=num_threads: number)
+        case.planes.copy_(untouched)
+        assert torch.equal(case.run(writes=True), alone), num_threads
+        assert torch.equal(case.planes, kept), num_threads
+
+
 def test_large_scores_do_not_overflow() -> None:
     case = Case([20], 2)
     case.q = (100 * case.q.float()).bfloat16()
