@@ -83,8 +83,9 @@ ALWAYS_INLINE void transpose(__m512i *r) {
     }
 }
 
-/* Pairs of channels of the keys at positions first to first + 15, [H / 2, 16, 2]; zeros outside low to high - 1. */
-static void gather_keys(
+/* Pairs of channels of the keys at positions first to first + 15, [H / 2, 16, 2]; zeros outside low to high - 1. By
+   itself, as 32 registers are just enough for it. */
+static __attribute__((noinline)) void gather_keys(
     const bfloat *const *keys, int64_t num_pairs, int64_t first, int64_t low, int64_t high, uint32_t *pairs) {
     static const bfloat zeros[LARGEST_HEAD];
     const bfloat *some[LANES], *const *at = keys + first;
@@ -264,25 +265,29 @@ static void find_tile(Tile *t, float *scratch) {
     find_rows(a, t->request, t->head, t->least, t->most, t->keys, t->values);
 }
 
-/* Asks for the keys of some positions; behind the last ones come the values. Inline, for gcc leaves a call out that
-   does nothing else. */
-ALWAYS_INLINE void fetch_rows(const Tile *t, int64_t position, int64_t count) {
+/* Asks for the keys of some positions; behind the last ones come the values. Returns the position behind. Inline, for
+   gcc leaves out a call that does nothing but ask. */
+ALWAYS_INLINE int64_t fetch_rows(const Tile *t, int64_t position, int64_t count) {
     int64_t until = position + count, end = 2 * t->most - t->least;
     for (; position < until && position < end; position++) fetch(t->keys[position], t->a->head_size);
+    return position;
 }
 
 static void score_tile(const Tile *t) {
-    const Attention *a = t->a;
-    int64_t num_pairs = a->head_size / 2, stride = a->scratch_stride;
+    int64_t num_pairs = t->a->head_size / 2, stride = t->a->scratch_stride;
     uint32_t pairs[GROUP_TILE * LARGEST_HEAD / 2 * LANES];
-    fetch_rows(t, t->least, AHEAD);
+    int64_t asked = fetch_rows(t, t->least, AHEAD);
     for (int64_t at = t->least / LANES * LANES; at < t->most; at += GROUP_TILE * LANES) {
-        fetch_rows(t, (at > t->least ? at : t->least) + AHEAD, GROUP_TILE * LANES);
-        gather_keys(t->keys, num_pairs, at, t->least, t->most, pairs);
-        if (at + LANES < t->most) {
-            gather_keys(t->keys, num_pairs, at + LANES, t->least, t->most, pairs + num_pairs * LANES);
-            score(t->q, t->count, pairs, num_pairs, t->scores + at, stride, 2);
-        } else score(t->q, t->count, pairs, num_pairs, t->scores + at, stride, 1);
+        int64_t num_groups = at + LANES < t->most ? GROUP_TILE : 1;
+        /* A few rows now and then: with many at once the processor waits until memory has taken note of them. */
+        for (int64_t g = 0; g < num_groups; g++) {
+            asked = fetch_rows(t, asked, LANES / 2);
+            gather_keys(t->keys, num_pairs, at + g * LANES, t->least, t->most, pairs + g * num_pairs * LANES);
+        }
+        asked = fetch_rows(t, asked, LANES / 2);
+        if (num_groups == 2) score(t->q, t->count, pairs, num_pairs, t->scores + at, stride, 2);
+        else score(t->q, t->count, pairs, num_pairs, t->scores + at, stride, 1);
+        asked = fetch_rows(t, asked, LANES / 2);
     }
 }
 
