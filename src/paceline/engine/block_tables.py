@@ -88,7 +88,10 @@ class BlockTables:
             assert 0 <= block < self.num_blocks, "a block of these planes"
             self._unflushed[slot, index] = block
         own[first:] = blocks
-        self._is_one_run[slot] = all(block == own[0] + index for index, block in enumerate(own))
+        was_one_run = first == 0 or self._is_one_run[slot]  # further blocks are set behind all that were there
+        self._is_one_run[slot] = was_one_run and all(
+            block == own[0] + index for index, block in enumerate(blocks, start=first)
+        )
         self._rows[slot] = None
 
     def blocks(self, slot: int) -> list[int]:

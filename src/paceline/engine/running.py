@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)  # a request is itself; comparing all fields would make a long queue slow
+# A request is itself; comparing all fields would make a long queue slow. It has more of them than Python keeps well
+# outside of slots, and they are asked for many times in every step.
+@dataclass(eq=False, slots=True)
 class RunningRequest:
     """A request that was accepted and has not ended.
 
@@ -110,9 +112,10 @@ class RunningRequest:
     finish_reason: FinishReason | None = None
     error: str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    _has_limits: bool = field(init=False)
+    _num_before: int = field(init=False)
 
     def __post_init__(self) -> None:
-        # Asked for many times in every step.
         self._has_limits = self.limits != TokenLimits()
         self._num_before = len(self.prompt_ids) - 1
         if self.prefill_goal < 0:

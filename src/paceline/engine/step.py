@@ -192,14 +192,14 @@ class StepOutput:
         logprobs = _NO_LOGPROBS
         for numbers in packed:
             # Beside log-probabilities whole numbers come as fractions.
-            whole = cast(list[int], numbers)
+            whole = cast(tuple[int, ...], tuple(numbers))
             if self.logprobs is not None:
-                whole = [int(number) for number in numbers[:num_integers]]
+                whole = tuple(map(int, whole[:num_integers]))
             num_accepted, fault = whole[ACCEPTED], whole[FAULT]
-            token_ids = tuple(whole[NUM_COUNTS : NUM_COUNTS + num_accepted + (fault == SOUND)])
-            drafts = whole[end:]
-            if NO_TOKEN in drafts:
-                drafts = drafts[: drafts.index(NO_TOKEN)]
+            token_ids = whole[NUM_COUNTS : NUM_COUNTS + num_accepted + (fault == SOUND)]
+            draft_ids = whole[end:]
+            if NO_TOKEN in draft_ids:
+                draft_ids = draft_ids[: draft_ids.index(NO_TOKEN)]
             if self.logprobs is not None:
                 logprobs = self._entries(list(numbers[num_integers:]), token_ids)
             steps.append(
@@ -208,7 +208,7 @@ class StepOutput:
                     fault,
                     whole[NUM_ZERO_Q],
                     token_ids,
-                    tuple(drafts),
+                    draft_ids,
                     logprobs,
                     whole[NUM_WAITING],
                     whole[POSITION],
