@@ -23,7 +23,7 @@ from paceline.engine.prefill import PrefillChunk, prefill_prompts, prompt_number
 from paceline.engine.recordings import Record, Recorded
 from paceline.engine.sampling_flags import SamplingFlags
 from paceline.engine.step import StepOutput
-from paceline.engine.transfers import to_device
+from paceline.engine.transfers import write_to
 from paceline.ops.acceptance import VerifyMethod
 
 _FEWEST_ROWS = 16
@@ -162,7 +162,7 @@ class _Pass:
         """Write the numbers of some prompts; what they leave over is padding."""
         key, state = self._key, self._parts.state
         numbers = prompt_numbers(chunks, key.num_requests, key.num_rows, state.trash_slot)
-        self._numbers_BX.copy_(to_device(torch.from_numpy(numbers), state.device), non_blocking=True)
+        write_to(self._numbers_BX, torch.from_numpy(numbers))
 
     def _run(self) -> StepOutput:
         key, parts = self._key, self._parts

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.engine.draft_stopper import DraftPlan
 from paceline.engine.step import StepBatch
-from paceline.engine.transfers import to_device
+from paceline.engine.transfers import write_to
 
 _COLUMNS = (
     "slots_B",
@@ -73,4 +73,4 @@ class StepInputs:
         columns[6] = -1
         if batch.state_copies is not None:
             columns[6, :count] = batch.state_copies.rows_B.numpy()
-        self._numbers.copy_(to_device(torch.from_numpy(numbers), self._numbers.device), non_blocking=True)
+        write_to(self._numbers, torch.from_numpy(numbers))

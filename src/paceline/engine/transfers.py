@@ -27,6 +27,17 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def write_to(target: Tensor, tensor: Tensor) -> None:
+    """Write a tensor of the host into one that stays, behind what is queued on its device.
+
+    Args:
+        target: on any device.
+        tensor: on the CPU, of the same shape; as for `to_device`, it may be given up at once.
+    """
+    assert not is_capturing(target.device), "as for `to_device`"
+    target.copy_(tensor.pin_memory() if target.device.type == "cuda" else tensor, non_blocking=True)
+
+
 class HostCopy:
     """A copy of a device's tensor on its way to the host.
 

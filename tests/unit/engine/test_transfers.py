@@ -14,6 +14,9 @@ def test_on_a_cpu_nothing_moves() -> None:
     tensor = torch.arange(4)
     assert transfers.to_device(tensor, CPU) is tensor
     assert transfers.HostCopy(tensor).wait() is tensor
+    target = torch.zeros(4, dtype=torch.int64)
+    transfers.write_to(target, tensor)
+    assert target.tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.gpu
@@ -25,6 +28,17 @@ def test_on_a_gpu_a_copy_is_what_was_queued_when_it_was_made() -> None:
     for tensor in sent:
         held.copy_(tensor)
         copies.append(transfers.HostCopy(held))
+    assert [int(copy.wait().unique()) for copy in copies] == list(range(200))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_what_is_written_may_be_given_up_at_once() -> None:
+    target = torch.zeros(1000, dtype=torch.int64, device="cuda")
+    torch.cuda._sleep(20_000_000)
+    copies = []
+    for index in range(200):
+        transfers.write_to(target, torch.full((1000,), index))
+        copies.append(transfers.HostCopy(target))
     assert [int(copy.wait().unique()) for copy in copies] == list(range(200))
 
 
