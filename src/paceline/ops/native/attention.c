@@ -83,8 +83,8 @@ ALWAYS_INLINE void transpose(__m512i *r) {
     }
 }
 
-/* Pairs of channels of the keys at positions first to first + 15, [H / 2, 16, 2]; zeros outside low to high - 1. By
-   itself, as 32 registers are just enough for it. */
+/* Pairs of channels of the keys at positions first to first + 15, [H / 2, 16, 2]; zeros outside low to high - 1, and
+   behind H up to whole registers. By itself, as 32 registers are just enough for it. */
 static __attribute__((noinline)) void gather_keys(
     const bfloat *const *keys, int64_t num_pairs, int64_t first, int64_t low, int64_t high, uint32_t *pairs) {
     static const bfloat zeros[LARGEST_HEAD];
@@ -93,17 +93,14 @@ static __attribute__((noinline)) void gather_keys(
         for (int64_t i = 0; i < LANES; i++) some[i] = first + i >= low && first + i < high ? at[i] : zeros;
         at = some;
     }
-    int64_t pair = 0;
-    for (; pair + LANES <= num_pairs; pair += LANES) {
+    for (int64_t pair = 0; pair < num_pairs; pair += LANES) {
+        __mmask16 lanes = first_lanes(num_pairs - pair);
         __m512i r[LANES];
 #pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++) r[i] = _mm512_loadu_si512(at[i] + 2 * pair);
+        for (int i = 0; i < LANES; i++) r[i] = _mm512_maskz_loadu_epi32(lanes, at[i] + 2 * pair);
         transpose(r);
 #pragma GCC unroll 16
         for (int i = 0; i < LANES; i++) _mm512_storeu_si512(pairs + (pair + i) * LANES, r[i]);
-    }
-    for (; pair < num_pairs; pair++) {
-        for (int i = 0; i < LANES; i++) memcpy(pairs + pair * LANES + i, at[i] + 2 * pair, sizeof *pairs);
     }
 }
 
