@@ -91,10 +91,9 @@ class _Rule:
 
     def observe(self, value: int, now: Callable[[], float]) -> bool:
         """Take in one block; returns whether the rule has tripped or cleared with it."""
-        if len(self._window) == WINDOW:
-            self._total -= self._window[0]
-        self._window.append(value)
-        self._total += value
+        window = self._window
+        self._total += value - window[0] if len(window) == WINDOW else value
+        window.append(value)
         self._num_fresh += 1
         if self.limit is None or self._num_fresh < WINDOW:  # what was judged before is not judged again
             return False

@@ -339,6 +339,7 @@ class EngineLoop:
             return
         started_s = time.perf_counter()
         plan = self.drafting.plan(requests, self.scheduler.running)
+        _, rows_ahead, num_waiting = zip(*ahead, strict=True)
         batch = step_batch(
             requests,
             self._state,
@@ -346,8 +347,8 @@ class EngineLoop:
             plan,
             flags=self._flags.of(requests),
             most_drafts=self.drafting.planner.limit(len(requests)),
-            num_waiting=[each.num_waiting for each in ahead],
-            rows_ahead=[each.num_rows for each in ahead],
+            num_waiting=num_waiting,
+            rows_ahead=rows_ahead,
             stopper=self.drafting.stopper_of(requests),
             round_rows=self._steps.rows_of,
             least_rows=self._steps.least_rows(plan),
