@@ -14,6 +14,20 @@ from paceline.engine.step_kind import StepSize
 from paceline.errors import EngineFaultError
 
 
+class Ahead(NamedTuple):
+    """How far the device may be ahead of the host with one request.
+
+    Attributes:
+        num_passes: unread ones that give it a token at least.
+        num_rows: tokens that they may give it, at most.
+        num_waiting: drafts that wait for its next step, at most.
+    """
+
+    num_passes: int
+    num_rows: int
+    num_waiting: int
+
+
 @dataclass(frozen=True, eq=False)
 class Launched:
     """One pass whose results are wanted. They belong to requests, whatever slot these have by the time they are read.
@@ -40,6 +54,18 @@ class Launched:
     started_s: float
     size: StepSize | None = None
 
+    def is_step_of(self, requests: Sequence[RunningRequest]) -> bool:
+        """Whether it is a decode step of these very requests, and what it brings counts for all of them."""
+        if not self.is_decode or self.requests != requests:
+            return False
+        return self.epochs == [request.epoch for request in requests]
+
+    def ahead(self) -> list[Ahead]:
+        """How far the device may be ahead with each request, if nothing else is unread and it gives tokens."""
+        # Few numbers are drawn in one pass, and what says the same is made once.
+        each = {num_drawn: Ahead(1, self.num_rows, num_drawn) for num_drawn in set(self.num_drawn)}
+        return [each[num_drawn] for num_drawn in self.num_drawn]
+
     def wait(self) -> None:
         """Wait until the results have come."""
         self.output.packed.wait()
@@ -65,20 +91,6 @@ class Launched:
                     "host: a step committed something else than it said"
                 )
         return wanted
-
-
-class Ahead(NamedTuple):
-    """How far the device may be ahead of the host with one request.
-
-    Attributes:
-        num_passes: unread ones that give it a token at least.
-        num_rows: tokens that they may give it, at most.
-        num_waiting: drafts that wait for its next step, at most.
-    """
-
-    num_passes: int
-    num_rows: int
-    num_waiting: int
 
 
 class InFlight:
@@ -120,24 +132,21 @@ class InFlight:
 
     def ahead(self, requests: Sequence[RunningRequest]) -> list[Ahead]:
         """How far the device may be ahead of the host with each of some requests."""
+        if len(self._unread) == 1 and self._unread[0].is_step_of(requests):  # nearly every time
+            return self._unread[0].ahead()
         found: dict[RunningRequest, Ahead] = {}
         for launched in self._unread:
-            first = {num_drawn: Ahead(1, launched.num_rows, num_drawn) for num_drawn in set(launched.num_drawn)}
-            parts = zip(launched.requests, launched.epochs, launched.num_drawn, strict=True)
-            if not found and launched.is_decode:  # in most steps the only one
-                found = {request: first[num_drawn] for request, epoch, num_drawn in parts if request.epoch == epoch}
-                continue
-            for request, epoch, num_drawn in parts:
+            for request, epoch, alone in zip(launched.requests, launched.epochs, launched.ahead(), strict=True):
                 if request.epoch != epoch:
                     continue
                 # A resumed request's first pass gives it drafts and no token.
                 gives = launched.is_decode or not request.is_resumed
                 before = found.get(request)
                 if before is None and gives:
-                    found[request] = first[num_drawn]
+                    found[request] = alone
                     continue
                 num_passes, num_rows = (0, 0) if before is None else before[:2]
-                found[request] = Ahead(num_passes + gives, num_rows + launched.num_rows * gives, num_drawn)
+                found[request] = Ahead(num_passes + gives, num_rows + alone.num_rows * gives, alone.num_waiting)
         return [found.get(request) or Ahead(0, 0, request.num_waiting) for request in requests]
 
     def has_before(self, number: int) -> bool:

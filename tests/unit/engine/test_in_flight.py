@@ -46,6 +46,17 @@ def test_what_is_unread_bounds_where_a_request_stands() -> None:
     assert in_flight.ahead([second]) == [Ahead(0, 0, 0)]
 
 
+def test_a_single_step_in_flight_bounds_its_own_requests_in_any_order() -> None:
+    in_flight, first, second, other = InFlight(), make_request(0), make_request(1), make_request(2)
+    first.num_waiting = 2
+    launch(in_flight, [first, second], [9, 10], num_drawn=[5, 0])
+    assert in_flight.ahead([first, second]) == [Ahead(1, 4, 5), Ahead(1, 4, 0)]
+    assert in_flight.ahead([second, first]) == [Ahead(1, 4, 0), Ahead(1, 4, 5)]
+    assert in_flight.ahead([first, second, other]) == [Ahead(1, 4, 5), Ahead(1, 4, 0), Ahead(0, 0, 0)]
+    first.epoch += 1  # what it had on the device became void
+    assert in_flight.ahead([first, second]) == [Ahead(0, 0, 2), Ahead(1, 4, 0)]
+
+
 def test_the_first_pass_of_a_resumed_request_gives_no_token() -> None:
     in_flight, request = InFlight(), make_request(0)
     request.output.extend([5, 6])
