@@ -26,14 +26,13 @@ from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, get_args
 
 from paceline.engine.kind_costs import CostsByKind
-from paceline.engine.step_kind import GREEDY_TEXT, StepAhead, StepKind, TextKind
+from paceline.engine.step_kind import StepAhead, StepKind, TextKind
 from paceline.errors import RequestError, shown
 
 DraftLengthMode = Literal["off", "fixed", "adaptive"]
 DRAFT_LENGTH_MODES: Final[tuple[DraftLengthMode, ...]] = get_args(DraftLengthMode)
 
 _PRIOR_WEIGHT = 2.0
-_CALIBRATED_WEIGHT = 8.0  # blocks
 _MEMORY = 0.98  # weight that a step keeps when the next comes in: the last 50 count
 _PROBE_MEMORY = 0.7  # probes are rare, and the last few have to be enough to come back
 _MARGIN = 0.02  # what another length has to gain, or the choice would follow noise from step to step
@@ -88,25 +87,17 @@ class BelievedStep(NamedTuple):
 class AcceptanceRates:
     """Chances that each draft is kept if those before it are, from recent steps.
 
-    Each position starts from what the drafter was calibrated with; without that the first one starts from certainty.
-    Either fades like any observation. Each position leans on the one before it, and old steps fade whether or not new
-    ones reach as far: positions that are not drafted any more don't hold on to what they once were.
+    The first position starts from certainty, which fades like any observation. Each other one leans on the position
+    before it, and old steps fade whether or not new ones reach as far: positions that are not drafted any more don't
+    hold on to what they once were.
 
     Args:
         num_draft_tokens: K.
-        calibrated_shares: share of blocks that kept the draft at each position, and with it all before.
     """
 
-    def __init__(self, num_draft_tokens: int, calibrated_shares: Sequence[float] = ()) -> None:
-        shares = itertools.pairwise((1.0, *calibrated_shares[:num_draft_tokens]))
-        # Behind a position that was never kept nothing was measured.
-        chances = [share / before for before, share in itertools.takewhile(lambda pair: pair[0] > 0, shares)]
-        weight = _CALIBRATED_WEIGHT
-        if not chances:
-            chances, weight = [1.0], _PRIOR_WEIGHT
-        unknown = [0.0] * (num_draft_tokens - len(chances))
-        self._judged = [weight] * len(chances) + unknown
-        self._kept = [weight * min(1.0, chance) for chance in chances] + unknown
+    def __init__(self, num_draft_tokens: int) -> None:
+        self._judged = [_PRIOR_WEIGHT] + [0.0] * (num_draft_tokens - 1)
+        self._kept = list(self._judged)
 
     def observe(self, blocks: Sequence[tuple[int, int]], memory: float = _MEMORY) -> None:
         """Take in the blocks of one step: of each, its kept drafts and, if one was refused, the first of these.
@@ -160,8 +151,6 @@ class DraftLengthController:
     Args:
         num_draft_tokens: K.
         costs: of steps.
-        calibrated_shares: what greedy text starts from, see `AcceptanceRates`; sampled text keeps fewer drafts, and
-            nobody measured how many.
 
     Attributes:
         costs: as given.
@@ -170,10 +159,9 @@ class DraftLengthController:
         num_probes: blocks drafted to find out whether it pays again.
     """
 
-    def __init__(self, num_draft_tokens: int, costs: CostsByKind, calibrated_shares: Sequence[float] = ()) -> None:
+    def __init__(self, num_draft_tokens: int, costs: CostsByKind) -> None:
         self._num_draft_tokens, self.costs = num_draft_tokens, costs
         self._rates: defaultdict[TextKind, AcceptanceRates] = defaultdict(lambda: AcceptanceRates(num_draft_tokens))
-        self._rates[GREEDY_TEXT] = AcceptanceRates(num_draft_tokens, calibrated_shares)
         self._switches: defaultdict[StepKind, _Switch] = defaultdict(lambda: _Switch(num_draft_tokens))
         self.num_drafts = num_draft_tokens
         self.num_switched_off = 0

@@ -22,7 +22,7 @@ class DraftPlanner:
         num_draft_tokens: K.
         schedule: a limit by the number of requests; None for none.
         measure: measures what steps of a kind cost; called by `prepare` or for the first request in "adaptive" mode.
-        calibrated_shares: what the drafter was measured to keep, by position; empty where nobody did.
+        calibrated_first_position: see `AcceptanceAlarm`.
         holds_back: whether a draft that is not verified saves its row: not where rows are settled before the drafts
             are there.
 
@@ -38,21 +38,19 @@ class DraftPlanner:
         *,
         schedule: DraftSchedule | None,
         measure: Callable[[StepKind], Costs],
-        calibrated_shares: Sequence[float] = (),
+        calibrated_first_position: float | None = None,
         holds_back: bool = True,
     ) -> None:
         self.num_draft_tokens = num_draft_tokens
         self._schedule, self._measure, self._holds_back = schedule, measure, holds_back
-        self.alarm = AcceptanceAlarm(calibrated_shares[0] if calibrated_shares else None)
-        self._calibrated_shares = calibrated_shares
+        self.alarm = AcceptanceAlarm(calibrated_first_position)
         self._num_blocks = 0
         self.controller: DraftLengthController | None = None
 
     def prepare(self) -> DraftLengthController:
         """Measure, unless that is done."""
         if self.controller is None:
-            costs = CostsByKind(self._measure)
-            self.controller = DraftLengthController(self.num_draft_tokens, costs, self._calibrated_shares)
+            self.controller = DraftLengthController(self.num_draft_tokens, CostsByKind(self._measure))
         return self.controller
 
     def has_given_up(self, kind: StepKind) -> bool:

@@ -32,7 +32,7 @@ class Drafting:
         settings: of the engine.
         counters: of the engine.
         measure: measures what steps of a kind cost, for the first request in "adaptive" mode.
-        calibrated_shares: as for `DraftPlanner`.
+        calibrated_first_position: see `AcceptanceAlarm`.
         holds_back: as for `DraftPlanner`.
         device: of the slots' state.
 
@@ -47,7 +47,7 @@ class Drafting:
         counters: Counters,
         *,
         measure: Callable[[StepKind], Costs],
-        calibrated_shares: Sequence[float],
+        calibrated_first_position: float | None,
         holds_back: bool,
         device: torch.device,
     ) -> None:
@@ -58,7 +58,7 @@ class Drafting:
             num_draft_tokens,
             schedule=None if ranges is None else DraftSchedule(ranges, num_draft_tokens),
             measure=measure,
-            calibrated_shares=calibrated_shares,
+            calibrated_first_position=calibrated_first_position,
             holds_back=holds_back,
         )
         self._holds_back = holds_back

@@ -130,7 +130,7 @@ class EngineLoop:
             settings,
             self.counters,
             measure=self._measure_costs,
-            calibrated_shares=calibration.per_position if calibration is not None else (),
+            calibrated_first_position=calibration.first_position if calibration is not None else None,
             # Where the host runs ahead, or rows are padded, a step's rows are settled before its drafts are there.
             holds_back=not self._runs_ahead and record is None,
             device=parts.state.device,

@@ -202,35 +202,6 @@ def test_rates_follow_recent_blocks_and_a_position_starts_from_the_one_before() 
     assert rates.rates()[1] > 0.9
 
 
-def test_rates_start_from_what_the_drafter_was_calibrated_with() -> None:
-    rates = AcceptanceRates(4, (0.8, 0.4, 0.4))
-    assert rates.rates() == pytest.approx([0.8, 0.56, 0.912, 0.912]), "each leans on the one before"
-    for _ in range(300):
-        rates.observe([(4, 4)])
-    assert min(rates.rates()) > 0.98, "it fades"
-    assert AcceptanceRates(2, (0.5, 0.0, 0.0)).rates()[1] == pytest.approx(0.1)
-    behind = AcceptanceRates(3, (0.0, 0.0, 0.0))
-    assert behind.rates() == [0, 0, 0]
-    for _ in range(20):
-        behind.observe([(3, 3)])
-    assert behind.rates()[2] > 0.9 > behind.rates()[0], "of the third nothing had been measured"
-    controller = DraftLengthController(7, CostsByKind(lambda _kind: LinearCosts(1.0, 1.0)), (0.3, 0.05))
-    assert controller.next_num_drafts(ahead()) == 1, "two ms for 0.3 tokens, where ten give one"
-    poor = DraftLengthController(7, CostsByKind(lambda _kind: LinearCosts(1.0, 1.0)), (0.1, 0.05))
-    assert poor.next_num_drafts(ahead()) == 0, "without a block that is known not to pay"
-
-
-def test_only_greedy_text_starts_from_the_calibration() -> None:
-    controller = DraftLengthController(7, CostsByKind(lambda _kind: LinearCosts(1.0, 1.0)), (0.1, 0.05))
-    assert controller.next_num_drafts(ahead()) == 0
-    assert controller.next_num_drafts(ahead(kind=SAMPLED_STEP)) == 7, "of sampled text nothing is known"
-
-
-def test_good_drafts_are_found_whatever_the_calibration_said() -> None:
-    controller = DraftLengthController(7, CostsByKind(lambda _kind: LinearCosts(1.0, 1.0)), (0.1, 0.05))
-    assert max(run(controller, 1.0, 60, random.Random(0))[:17]) == 7, "a lone request is its own probe"
-
-
 def test_a_trial_step_that_was_disturbed_does_not_end_drafting_for_good() -> None:
     controller = controller_of(LinearCosts(0.1, 1000.0))
     while not controller.has_given_up(GREEDY_STEP):

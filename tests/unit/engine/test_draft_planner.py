@@ -109,12 +109,3 @@ def test_only_adaptive_blocks_teach_the_controller() -> None:
     for _ in range(100):
         judged(planner, 7, 0)
     assert controller.next_num_drafts(ahead()) == 0
-
-
-def test_the_calibration_reaches_the_choice_and_the_alarm() -> None:
-    alone = StepAhead(GREEDY_STEP, 1, ((GREEDY_TEXT, 1),))
-    planner, _ = planner_of(calibrated_shares=(0.1, 0.05))
-    assert planner.plan(["adaptive"], [True], alone).num_drafts == (0,)
-    assert planner.alarm._calibrated == 0.1
-    unknown, _ = planner_of()
-    assert unknown.plan(["adaptive"], [True], alone).num_drafts == (7,)

@@ -6,7 +6,6 @@ import functools
 import itertools
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ import torch
 from tests.fakes import TableProposer, table_target
 from tests.tiny import loaded, tiny_drafter_contract, tiny_prompts
 
-from paceline.checkpoint.calibration import Calibration
 from paceline.checkpoint.contract import ConfidenceSettings
 from paceline.engine import graphs as graphs_module
 from paceline.engine import loop as loop_module
@@ -27,7 +25,7 @@ from paceline.engine.proposal import BlockProposer
 from paceline.engine.request import RequestResult, SamplingParameters
 from paceline.engine.step import SentOutput
 from paceline.engine.step_cost import StepCosts, StepCostTable
-from paceline.engine.step_kind import GREEDY_STEP, GREEDY_TEXT, StepKind, StepSize
+from paceline.engine.step_kind import GREEDY_STEP, StepKind, StepSize
 from paceline.errors import ConfigError, RequestError
 
 GREEDY = SamplingParameters(max_tokens=40, ignore_eos=True)
@@ -271,14 +269,6 @@ def test_newcomers_that_share_a_pass_are_worth_it_together(
     records = [engine.take_result(name).trace.records for name in names]
     firsts = [each[0].num_draft_tokens for each in records]
     assert firsts == [7] * num_first + [num_drafts] * (8 - num_first)
-
-
-def test_a_drafters_calibration_is_what_its_engine_starts_from() -> None:
-    target, drafter = loaded()
-    calibration = Calibration(method="served", num_blocks=200, per_position=(0.5, 0.25, 0.2), texts=("x",))
-    engine = Engine(target, replace(drafter, calibration=calibration), EngineSettings(draft_length="adaptive"))
-    rates = engine._loop.drafting.planner.prepare()._rates[GREEDY_TEXT].rates()
-    assert rates[:3] == pytest.approx([0.5, 0.5, (8 * 0.8 + 2 * 0.5) / 10])
 
 
 def test_a_step_has_as_many_rows_as_its_longest_block(monkeypatch: pytest.MonkeyPatch) -> None:
