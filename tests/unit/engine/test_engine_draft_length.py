@@ -16,7 +16,6 @@ from tests.tiny import loaded, tiny_drafter_contract, tiny_prompts
 from paceline.checkpoint.contract import ConfidenceSettings
 from paceline.engine import graphs as graphs_module
 from paceline.engine import loop as loop_module
-from paceline.engine.attends import AttentionChoice
 from paceline.engine.canary import ReplayProposer
 from paceline.engine.draft_stopper import DraftPlan, DraftStopper
 from paceline.engine.engine import Engine, EngineSettings
@@ -47,16 +46,6 @@ def costs(*, row_ms: float, draft_ms: float, plain_ms: float = 10.0) -> StepCost
 
 def made_up(monkeypatch: pytest.MonkeyPatch, **parts: float) -> None:
     monkeypatch.setattr(loop_module, "measure_costs", lambda *_args, **_kwargs: costs(**parts))
-    monkeypatch.setattr(KindCosts, "observe", lambda *_args: None)
-
-
-def flat_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step takes 10 ms and drawing drafts 4 more, at any size."""
-    flat = {(requests, count): 10.0 for requests in (1, 8) for count in (1, 8)}
-    drawn = {size: 4.0 for size in flat}
-    monkeypatch.setattr(
-        loop_module, "measure_costs", lambda *_args, **_kwargs: StepCosts(StepCostTable(flat), StepCostTable(drawn))
-    )
     monkeypatch.setattr(KindCosts, "observe", lambda *_args: None)
 
 
@@ -213,62 +202,6 @@ def test_perfect_drafts_are_drawn_in_full_and_a_flawed_text_costs_them(monkeypat
         assert engine.stats().num_drafts == (7 if is_right else 0)
         assert set(lengths[:-1]) == {7} if is_right else sum(lengths[30:]) < 0.1 * 7 * len(lengths)
         assert (*prompt, *result.token_ids) == right
-
-
-@pytest.mark.parametrize("mode", ["adaptive", "fixed"])
-def test_a_newcomer_among_many_gets_its_first_block_with_everybody_else(
-    mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Steps and draft passes cost the same at any size, so a pass for one is time that four lose."""
-    flat_costs(monkeypatch)
-    target, _ = loaded()
-    prompt, sampling = tiny_prompts([4])[0], with_mode(mode, max_tokens=60)
-    right = (*prompt, *Engine(target).generate([prompt], sampling)[0].token_ids)
-    replay = ReplayProposer(lambda _slot: right, 7)
-    engine = Engine(target, None, EngineSettings(max_num_seqs=5), proposer=replay)
-    names = []
-    for _ in range(5):
-        names.append(engine.add_request(prompt, sampling))
-        engine.step()
-    while engine.has_unfinished():
-        engine.step()
-    results = [engine.take_result(name) for name in names]
-    firsts = [result.trace.records[0].num_draft_tokens for result in results]
-    assert firsts == ([7, 7, 7, 0, 0] if mode == "adaptive" else [7] * 5)
-    for result in results:
-        assert {record.num_draft_tokens for record in result.trace.records[1:-1]} == {7}
-        assert (*prompt, *result.token_ids) == right
-
-
-@pytest.mark.parametrize(("num_first", "num_drafts"), [(5, 7), (6, 0)])
-def test_newcomers_that_share_a_pass_are_worth_it_together(
-    num_first: int, num_drafts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By hand, of 8 in the end: 4 ms are worth 4 * 64 / 14 = 18.3 tokens; three first blocks give 21, two 14."""
-    flat_costs(monkeypatch)
-    paged = AttentionChoice(is_batched=True, is_row_invariant=False, is_paged=True)
-    monkeypatch.setattr(AttentionChoice, "for_device", lambda *_arguments, **_options: paged)
-    target, _ = loaded(linear_mode="plain")
-    sampling = with_mode("adaptive", max_tokens=60)
-    prompts = [[10 + index, *tiny_prompts([5])[0]] for index in range(8)]
-    plain = Engine(target, None, EngineSettings(max_num_seqs=8, prefix_cache=False)).generate(prompts, sampling)
-    rights = {tuple(prompt): (*prompt, *result.token_ids) for prompt, result in zip(prompts, plain, strict=True)}
-    engine: Engine
-
-    def script(slot: int) -> tuple[int, ...]:
-        return next(rights[each.prompt_ids] for each in engine._loop.requests.values() if each.slot == slot)
-
-    settings = EngineSettings(max_num_seqs=8, prefix_cache=False)
-    engine = Engine(target, None, settings, proposer=ReplayProposer(script, 7))
-    names = []
-    for count in (num_first, 8 - num_first):
-        names += [engine.add_request(prompt, sampling) for prompt in prompts[len(names) : len(names) + count]]
-        engine.step()
-    while engine.has_unfinished():
-        engine.step()
-    records = [engine.take_result(name).trace.records for name in names]
-    firsts = [each[0].num_draft_tokens for each in records]
-    assert firsts == [7] * num_first + [num_drafts] * (8 - num_first)
 
 
 def test_a_step_has_as_many_rows_as_its_longest_block(monkeypatch: pytest.MonkeyPatch) -> None:

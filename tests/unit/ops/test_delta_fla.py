@@ -6,6 +6,7 @@ Without the package, a function written from the same documentation takes its pl
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,28 +90,42 @@ def test_it_is_offered_only_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> No
     assert not may_run_fla(there(narrow), None)
 
 
-def test_a_package_that_fails_on_import_is_none(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[str], Any]], None]]:
+    """Puts a package in fla-core's place, given what importing it does."""
+
+    def forget() -> None:
+        find_chunk_kda.cache_clear()
+        delta_fla.has_fla.cache_clear()
+
+    def put(import_module: Callable[[str], Any]) -> None:
+        monkeypatch.setattr(delta_fla.importlib.util, "find_spec", lambda _name: object())
+        monkeypatch.setattr(delta_fla.importlib, "import_module", import_module)
+
+    forget()
+    yield put
+    forget()
+
+
+def test_a_package_that_is_missing_or_fails_on_import_is_none(
+    install: Callable[[Callable[[str], Any]], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(delta_fla.importlib.util, "find_spec", lambda _name: None)
+    assert find_chunk_kda() is None and caplog.text == ""
+    find_chunk_kda.cache_clear()
+    delta_fla.has_fla.cache_clear()
+
     def broken(name: str) -> Any:
         raise RuntimeError(f"{name} wants another Triton")
 
-    monkeypatch.setattr(delta_fla.importlib.util, "find_spec", lambda _name: object())
-    monkeypatch.setattr(delta_fla.importlib, "import_module", broken)
-    _forget()
-    try:
-        with caplog.at_level("WARNING", logger="paceline.ops.delta_fla"):
-            assert find_chunk_kda() is None
-        assert "wants another Triton" in caplog.text
-        monkeypatch.setattr(delta_fla.importlib.util, "find_spec", lambda _name: None)
-        _forget()
+    install(broken)
+    with caplog.at_level("WARNING", logger="paceline.ops.delta_fla"):
         assert find_chunk_kda() is None
-    finally:
-        _forget()
+    assert "wants another Triton" in caplog.text
 
 
 def test_a_package_that_warns_on_import_is_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    install: Callable[[Callable[[str], Any]], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Warnings are errors in these tests, and may be so in a user's process."""
 
@@ -118,20 +133,10 @@ def test_a_package_that_warns_on_import_is_used(
         warnings.warn("nothing to worry about", stacklevel=1)
         return SimpleNamespace(chunk_kda=documented_chunk_kda)
 
-    monkeypatch.setattr(delta_fla.importlib.util, "find_spec", lambda _name: object())
-    monkeypatch.setattr(delta_fla.importlib, "import_module", loud)
-    _forget()
-    try:
-        with caplog.at_level("INFO", logger="paceline.ops.delta_fla"):
-            assert find_chunk_kda() is documented_chunk_kda
-        assert "nothing to worry about" in caplog.text
-    finally:
-        _forget()
-
-
-def _forget() -> None:
-    find_chunk_kda.cache_clear()
-    delta_fla.has_fla.cache_clear()
+    install(loud)
+    with caplog.at_level("INFO", logger="paceline.ops.delta_fla"):
+        assert find_chunk_kda() is documented_chunk_kda
+    assert "nothing to worry about" in caplog.text
 
 
 @pytest.mark.gpu
