@@ -107,7 +107,7 @@ def _train(run: TrainRun, *, resume: bool, offline: bool, session: options.Sessi
 
 def _check_files(run: TrainRun, config: Path) -> None:
     """Missing data is a matter of a second, not of a minute of loading."""
-    from paceline.errors import DataError
+    from paceline.errors import CheckpointError, DataError
 
     missing = [str(file) for file in run.data.files if not file.exists()]
     if missing:
@@ -115,4 +115,11 @@ def _check_files(run: TrainRun, config: Path) -> None:
             f"data.files names {len(missing)} file(s) that do not exist: {', '.join(missing)}",
             origin={"data.files": config, "working folder": Path.cwd()},
             hint="data.files='[\"path/to/file.npz\"]' on the command line; paths are relative to the working folder",
+        )
+    start = run.drafter.start_from
+    if start is not None and not start.is_dir():
+        raise CheckpointError(
+            f"drafter.start_from names a folder that does not exist: {start}",
+            origin={"drafter.start_from": config, "working folder": Path.cwd()},
+            hint="drafter.start_from=path/to/drafter; paths are relative to the working folder",
         )

@@ -54,6 +54,9 @@ class DrafterSettings(Settings):
         description="dflash predicts each position on its own, dflash2 and dspark let neighbours agree on a text, "
         "eagle3 drafts one token per pass",
     )
+    start_from: Annotated[Path | None, OrNone] = Field(
+        None, description="folder of a drafter of the same shape to go on from; unset starts from random weights"
+    )
     num_layers: Count = Field(4, le=64, description="decoder layers of the drafter")
     intermediate_size: Count = Field(1280, description="width of the drafter's MLP")
     target_layer_ids: Annotated[tuple[Integer, ...] | None, OrNone] = Field(
@@ -346,8 +349,6 @@ class TrainRun(Settings):
                 f"data.max_length {self.data.max_length} leaves no room for two blocks of drafter.block_size "
                 f"{self.drafter.block_size}"
             )
-        if self.drafter.family == "dflash2" and "l1" in self.objective.loss_weights:
-            raise ValueError("objective.loss has l1; the selector of a dflash2 drafter learns from kl and ce alone")
         if self.drafter.family == "eagle3" and self.schedule.attention == "flex":
             raise ValueError(
                 "schedule.attention is 'flex'; family 'eagle3' attends from one row per block, by dense masks alone"

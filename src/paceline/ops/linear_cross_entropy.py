@@ -35,6 +35,7 @@ class RowLosses(NamedTuple):
     correct_R: Tensor  # bool, whether the student's best id is the label
     candidates_RC: Tensor  # int64, the student's best ids, descending
     acceptance_R: Tensor  # float32 sum of min(p, q) at temperature 1; empty unless asked for
+    teacher_log_sum_R: Tensor  # float32 log sum exp(W' g); empty unless candidates and the L1 term are asked for
 
 
 def linear_cross_entropy_reference(
@@ -88,12 +89,15 @@ def _chunk_loss_and_gradient(
     l1: float,
     wants_acceptance: bool,
     wants_candidates: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Weighted loss, its gradient with respect to the logits, which best ids are right, sum min(p, q), group maxima."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Weighted loss and its gradient with respect to the logits; figures of the rows; group maxima.
+
+    The figures: which best ids are right, sum min(p, q), log sum exp of the teacher's logits.
+    """
     log_q = logits_RV.float().log_softmax(-1)
     correct = logits_RV.argmax(-1) == labels_R
     loss = torch.zeros((), dtype=torch.float32, device=logits_RV.device)
-    acceptance = weights_R.new_zeros(0)
+    acceptance, teacher_log_sum = weights_R.new_zeros(0), weights_R.new_zeros(0)
     q = log_q.exp()
     gradient = (kl + ce) * q
     if teacher_RV is not None:
@@ -110,12 +114,15 @@ def _chunk_loss_and_gradient(
                 loss = loss + l1 * (weights_R * distance).sum()
                 sign = difference.sign()
                 gradient = gradient + l1 * q * (sign - (q * sign).sum(-1, keepdim=True))
+                if wants_candidates:
+                    teacher_log_sum = teacher_RV.float().logsumexp(-1)
     if ce:
         loss = loss + ce * (weights_R * -log_q.gather(1, labels_R[:, None]).squeeze(1)).sum()
         gradient = gradient.scatter_add(1, labels_R[:, None], torch.full_like(weights_R[:, None], -ce))
     maxima_RG = group_maxima(logits_RV) if wants_candidates else logits_RV.new_empty(0)
     # In the head's dtype: the next product reads it in that form, and half as many bytes cross memory.
-    return loss, (gradient * weights_R[:, None]).to(logits_RV.dtype), correct, acceptance, maxima_RG
+    gradient = (gradient * weights_R[:, None]).to(logits_RV.dtype)
+    return loss, gradient, correct, acceptance, teacher_log_sum, maxima_RG
 
 
 class _Options(NamedTuple):
@@ -142,7 +149,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         code_RK: Tensor | None,
         table_VK: Tensor | None,
         options: _Options,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         # The bias is a few more columns of the head: one product gives both, summed in float32.
         states_RE, columns_VE, width = hidden_RD, head_VD, hidden_RD.shape[1]
         if code_RK is not None and table_VK is not None:
@@ -154,12 +161,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         num_candidates = options.num_candidates
         total = torch.zeros((), dtype=torch.float32, device=hidden_RD.device)
         on_states, corrects, acceptances = [states_RE[:0]], [labels_R[:0].bool()], [weights_R[:0]]
+        log_sums = [weights_R[:0]]
         candidates = [labels_R.new_empty(0 if num_candidates else len(labels_R), num_candidates)]
         for start in range(0, hidden_RD.shape[0], options.chunk_rows):
             rows = slice(start, start + options.chunk_rows)
             teacher_RV = teacher_RD[rows] @ teachers_VD.T if teacher_RD is not None else None
             logits_RV = states_RE[rows] @ columns_VE.T
-            loss, gradient_RV, correct_R, acceptance_R, maxima_RG = options.chunk_function(
+            loss, gradient_RV, correct_R, acceptance_R, log_sum_R, maxima_RG = options.chunk_function(
                 logits_RV, teacher_RV, labels_R[rows], weights_R[rows], *options.terms
             )
             if num_candidates:
@@ -170,12 +178,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 on_columns_VE += gradient_RV.T @ states_RE[rows, trained]
             corrects.append(correct_R)
             acceptances.append(acceptance_R)
+            log_sums.append(log_sum_R)
         ctx.save_for_backward(torch.cat(on_states), on_columns_VE)
         ctx.width, ctx.head_dtype = width, head_VD.dtype
         ctx.table_dtype = None if table_VK is None else table_VK.dtype
         correct_R, candidates_RC, acceptance_R = torch.cat(corrects), torch.cat(candidates), torch.cat(acceptances)
-        ctx.mark_non_differentiable(correct_R, candidates_RC, acceptance_R)
-        return total, correct_R, candidates_RC, acceptance_R
+        log_sum_R = torch.cat(log_sums)
+        ctx.mark_non_differentiable(correct_R, candidates_RC, acceptance_R, log_sum_R)
+        return total, correct_R, candidates_RC, acceptance_R, log_sum_R
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -251,9 +261,7 @@ def linear_cross_entropy(
         table_VK,
         _Options(terms, chunk_rows, num_candidates, _compiled_chunk()),
     )
-    return RowLosses(
-        found.loss, found.correct_R[:num_rows], found.candidates_RC[:num_rows], found.acceptance_R[:num_rows]
-    )
+    return RowLosses(found.loss, *(figure[:num_rows] for figure in found[1:]))
 
 
 def _apply(*arguments: Any) -> RowLosses:

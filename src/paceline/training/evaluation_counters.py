@@ -5,7 +5,8 @@ k is and not how good those before it were. `simulate.py` has the acceptance; wh
 
 - all families: accuracy, cross-entropy, KL to the target, and sum min(p, q), the share that sampling would accept;
 - DFlash2: how often the label is among the candidates, how much of the target's mass is, how often the selector finds
-  it there, and the length of three walks: by the best score of each row alone, by the selector, and by an oracle that
+  it there, the share that sampling would accept of what the selector draws, and the length of three walks: by the best
+  score of each row alone, by the selector, and by an oracle that
   always finds a label among the candidates;
 - DSpark: the confidence head's estimate against what sampling would accept, its bias along the block, its calibration.
 
@@ -175,9 +176,19 @@ def _add_batch(
         _add_confidence(counters, drafter, blocks, hidden_BAKD, found["acceptance"], drafted_BAK)
 
 
-_COLUMNS = ("correct", "ce", "kl", "acceptance", "label_in_candidates", "target_mass_in_candidates", "selector_correct")
+_COLUMNS = (
+    "correct",
+    "ce",
+    "kl",
+    "acceptance",
+    "label_in_candidates",
+    "target_mass_in_candidates",
+    "selector_correct",
+    "selector_acceptance",
+)
 _SELECTOR_COLUMNS = _COLUMNS[4:]
-_TEACHER_COLUMNS = ("kl", "acceptance", "target_mass_in_candidates")  # the target's last states take part in them
+# The target's last states take part in these.
+_TEACHER_COLUMNS = ("kl", "acceptance", "target_mass_in_candidates", "selector_acceptance")
 
 
 def _scored(
@@ -241,18 +252,20 @@ def _of_candidates(
     labels_R: Tensor,
     previous_R: Tensor,
 ) -> list[Tensor]:
-    """float32 [R] each: label among the candidates, the target's mass there, whether the selector picks the label.
+    """float32 [R] each: label among the candidates, the target's mass there; selector picks the label, sum min(p, q).
 
     The candidates are the drafter's own: unlike in the loss, a label that is missing is not put among them.
     """
     selector = drafter.candidate_selector
     unary_RC, candidates_RC = top_k_tokens(scores_RV, selector.top_k)
     rows = hidden_RD.unsqueeze(1), unary_RC.unsqueeze(1), candidates_RC.unsqueeze(1)
-    picked_R1, _ = selector.walk(*rows, previous_R)
+    picked_R1, chosen_R1C = selector.walk(*rows, previous_R)
+    p_RC = teacher_RV.softmax(-1).gather(1, candidates_RC)
     return [
         candidates_RC.eq(labels_R.unsqueeze(1)).any(-1).float(),
-        teacher_RV.softmax(-1).gather(1, candidates_RC).sum(-1),
+        p_RC.sum(-1),
         picked_R1.squeeze(1).eq(labels_R).float(),
+        torch.minimum(p_RC, chosen_R1C.squeeze(1).softmax(-1)).sum(-1),
     ]
 
 

@@ -89,6 +89,7 @@ def train(
         ConfigError: the output folder holds another run, is in use, or holds nothing to resume; or the batch cannot be
             shared evenly.
         DataError: data that cannot be used.
+        CheckpointError: the drafter to go on from cannot be read.
         NumericError: the loss stayed non-finite; the token ids of the last step are on disk, and so is the last
             checkpoint.
         CapacityError: the disk is full.
@@ -144,7 +145,7 @@ class _Run:
             run.optimizer.decay_share,
             run.optimizer.final_share,
         )
-        self.identity = run_identity(run, parts.data.train, target.model)
+        self.identity = run_identity(run, parts.data.train, target.model, parts.start_digest)
         self.checkpoints = run.output / "checkpoints"
         self.sinks: Sinks | None = None
         self._measured: Mapping[str, object] = {}  # the newest row of held-out acceptance

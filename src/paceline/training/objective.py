@@ -37,7 +37,7 @@ class Objective:
         gamma: decay of draft k, exp(-(k-1)/gamma); None weighs all drafts alike.
         chunk_rows: rows whose logits exist at the same time.
         compiled: fuse the loss with torch.compile.
-        selector: weight of a DFlash2 selector's loss, which mixes kl and ce as the drafter's own does.
+        selector: weight of a DFlash2 selector's loss, which mixes kl, ce and l1 as the drafter's own does.
         l1: weight of sum |p - q|, twice the share of drafts that sampling would refuse.
         confidence: weight of a DSpark confidence head's loss, which trains that head alone.
         is_adaptive: weigh drafts by how far the drafter gets instead, by `position_weighting.py`; gamma then weighs
@@ -198,10 +198,16 @@ def score_drafts(
     loss, correct_R = found.loss, found.correct_R
     if isinstance(drafter, DFlash2Drafter):
         chosen = SelectorRows(
-            rows.hidden_RD, rows.teacher_RD, rows.labels_R, rows.previous_R, found.candidates_RC, weights_R
+            rows.hidden_RD,
+            rows.teacher_RD,
+            rows.labels_R,
+            rows.previous_R,
+            found.candidates_RC,
+            weights_R,
+            found.teacher_log_sum_R,
         )
-        kl, ce = objective.kl, objective.ce
-        selected, correct_R = selector_loss(drafter.candidate_selector, chosen, head_VD, kl=kl, ce=ce)
+        kl, ce, l1 = objective.kl, objective.ce, objective.l1
+        selected, correct_R = selector_loss(drafter.candidate_selector, chosen, head_VD, kl=kl, ce=ce, l1=l1)
         loss = loss + objective.selector * selected
     if isinstance(drafter, DSparkDrafter) and confidence_head is not None:
         embedding_RK = drafter.markov_head.markov_w1(rows.previous_R) if drafter.markov_head is not None else None

@@ -11,6 +11,7 @@ from paceline.models.drafters.table import Drafter
 from paceline.models.loading import LoadedTarget
 from paceline.training.attention_choice import choose_attention
 from paceline.training.batches import StepBatches
+from paceline.training.continuing import weights_digest
 from paceline.training.contract import drafter_contract
 from paceline.training.data import Conversations, drop_short, join, read_conversations, split_held_out
 from paceline.training.feature_source import open_stored_features
@@ -45,8 +46,9 @@ class RunParts:
         batches: of the training data, by step.
         contract: of the drafter.
         features: what the target contributes, computed on the spot or read from a folder.
-        drafter: untrained float32 masters, the same on every rank.
+        drafter: float32 masters as the run starts with them, the same on every rank.
         settings: of a step.
+        start_digest: of the weights of a drafter that the run goes on from; None starts from random ones.
     """
 
     data: TrainingData
@@ -55,6 +57,7 @@ class RunParts:
     features: TargetFeatures
     drafter: Drafter
     settings: StepSettings
+    start_digest: str | None = None
 
 
 def read_data(run: TrainRun, target: LoadedTarget) -> TrainingData:
@@ -86,6 +89,7 @@ def prepare_run(run: TrainRun, target: LoadedTarget, ranks: Ranks) -> RunParts:
     Raises:
         ConfigError: settings that do not fit the target or the number of ranks.
         DataError: data that cannot be used.
+        CheckpointError: the drafter to go on from cannot be read.
         CompatibilityError: stored features are of another target or other data.
     """
     ranks.require_even(run.schedule.batch_size)
@@ -95,7 +99,8 @@ def prepare_run(run: TrainRun, target: LoadedTarget, ranks: Ranks) -> RunParts:
     features = _features(run, target, contract, data, ranks)
     drafter = starting_drafter(run, contract, target, data.train, ranks.device)
     settings = _step_settings(run, contract, ranks)
-    return RunParts(data, batches, contract, features, drafter, settings)
+    start_digest = None if run.drafter.start_from is None else weights_digest(drafter)
+    return RunParts(data, batches, contract, features, drafter, settings, start_digest)
 
 
 def _features(

@@ -25,13 +25,16 @@ def file_hashes(files: Sequence[Path]) -> dict[str, str]:
     return hashes
 
 
-def run_identity(run: TrainRun, train: Conversations, target: Target) -> dict[str, object]:
-    """What makes two attempts the same run: settings that change the numbers, data, target."""
+def run_identity(
+    run: TrainRun, train: Conversations, target: Target, start_digest: str | None = None
+) -> dict[str, object]:
+    """What makes two attempts the same run: settings that change the numbers, data, target, first weights."""
     settings = run.model_dump(
         mode="json", exclude={"output", "device", "evaluate", "checkpoint", "tracking", "distributed"}
     )
     settings["data"].pop("files")
     settings["data"]["features"] = run.data.features is not None  # they may lie elsewhere, and are compared when opened
+    settings["drafter"].pop("start_from")  # its weights say which it is, too
     settings["target"].pop("name")  # the weights below say which it is, wherever it lies
     sections = {section: values for section, values in settings.items() if isinstance(values, dict)}
     flat = {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
@@ -40,8 +43,10 @@ def run_identity(run: TrainRun, train: Conversations, target: Target) -> dict[st
     of_layer = [last_layer.mlp.down_proj.weight] if isinstance(last_layer, DecoderLayer) else last_layer.parameters()
     for parameter in (target.embed_tokens.weight, *of_layer):
         digest.update(parameter.detach().float().cpu().numpy().tobytes())
+    begun = {} if start_digest is None else {"start_weights_sha256": start_digest}
     return {
         **flat,
+        **begun,
         "seed": run.seed,
         "data_sha256": train.fingerprint(),
         "target_weights_sha256": digest.hexdigest(),

@@ -1,4 +1,4 @@
-"""The drafter that a run starts from: random layers, and a head that starts as the target's."""
+"""The drafter that a run starts from: a stored one, or random layers and a head that starts as the target's."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from paceline.models.building import empty_drafter, initialise_drafter
 from paceline.models.drafters.eagle3 import Eagle3Drafter
 from paceline.models.drafters.table import Drafter
 from paceline.models.loading import LoadedTarget
+from paceline.training.continuing import continued_drafter
 from paceline.training.data import Conversations
-from paceline.training.vocabulary import most_frequent_ids, require_coverage
+from paceline.training.vocabulary import most_frequent_ids, require_coverage, vocabulary_of
 
 _log = logging.getLogger(__name__)
 
@@ -21,17 +22,26 @@ _log = logging.getLogger(__name__)
 def starting_drafter(
     run: TrainRun, contract: DrafterContract, target: LoadedTarget, train: Conversations, device: torch.device
 ) -> Drafter:
-    """An untrained drafter in float32, the same on every device.
+    """A drafter in float32, the same on every device, untrained unless the run goes on from another.
 
     Args:
-        run: seed and the least coverage of a reduced vocabulary.
+        run: seed, the folder to go on from, and the least coverage of a reduced vocabulary.
         contract: of the drafter.
         target: whose head an own head starts as.
         train: conversations, whose response tokens decide which ids are drafted.
         device: where it shall be.
     Raises:
-        ConfigError: the ids that are drafted cover too little of the data.
+        CheckpointError: what the run would go on from cannot be read.
+        ConfigError: that is of another shape; or the ids that are drafted cover too little of the data.
     """
+    if run.drafter.start_from is not None:
+        drafter = continued_drafter(run.drafter.start_from, contract, target.contract)
+        if drafter.vocabulary.target_ids_V is not None:
+            ids_V = drafter.vocabulary.target_ids_V
+            has = vocabulary_of(ids_V, train, vocab_size=contract.target_vocab_size)
+            require_coverage(has, run.drafter.min_vocab_coverage)
+        _log.info("going on from %s", run.drafter.start_from)
+        return drafter.to(device)
     if contract.family != "eagle3":
         return initialise_drafter(contract, device, seed=run.seed)
     drafter = _random_eagle3(contract, run.seed)

@@ -43,8 +43,22 @@ def most_frequent_ids(
     """
     counts_W = count_response_tokens(conversations, vocab_size)
     chosen_V = by_frequency(counts_W, always)[:size].sort().values
-    coverage = int(counts_W[chosen_V].sum()) / max(int(counts_W.sum()), 1)
-    return ReducedVocabulary(chosen_V, coverage)
+    return ReducedVocabulary(chosen_V, _coverage(counts_W, chosen_V))
+
+
+def vocabulary_of(target_ids_V: Tensor, conversations: Conversations, *, vocab_size: int) -> ReducedVocabulary:
+    """The vocabulary that a drafter has already, and what it covers of other conversations.
+
+    Args:
+        target_ids_V: int64, the target id of every draft id.
+        conversations: to be trained on.
+        vocab_size: of the target.
+    """
+    return ReducedVocabulary(target_ids_V, _coverage(count_response_tokens(conversations, vocab_size), target_ids_V))
+
+
+def _coverage(counts_W: Tensor, chosen_V: Tensor) -> float:
+    return int(counts_W[chosen_V].sum()) / max(int(counts_W.sum()), 1)
 
 
 def count_response_tokens(conversations: Conversations, vocab_size: int) -> Tensor:

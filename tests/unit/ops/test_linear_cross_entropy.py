@@ -266,9 +266,18 @@ def test_the_form_for_the_compiler_fills_its_last_chunk_without_a_trace(
 def test_candidates_are_the_best_ids_of_every_row() -> None:
     hidden, head = torch.randn(11, 8), torch.randn(40, 8)
     labels, weights = torch.zeros(11, dtype=torch.long), torch.ones(11)
-    _, _, candidates, _ = linear_cross_entropy(
+    candidates = linear_cross_entropy(
         hidden, None, labels, weights, head, kl=0.0, ce=1.0, chunk_rows=4, num_candidates=3
-    )
+    ).candidates_RC
     assert torch.equal(candidates, (hidden @ head.T).topk(3).indices)
-    _, _, none, _ = linear_cross_entropy(hidden, None, labels, weights, head, kl=0.0, ce=1.0)
+    none = linear_cross_entropy(hidden, None, labels, weights, head, kl=0.0, ce=1.0).candidates_RC
     assert none.shape == (11, 0)
+
+
+def test_the_teachers_sum_over_all_ids_comes_with_candidates_and_l1_alone() -> None:
+    hidden, teacher, head = torch.randn(11, 8), torch.randn(11, 8), torch.randn(40, 8)
+    arguments = (hidden, teacher, torch.zeros(11, dtype=torch.long), torch.ones(11), head)
+    found = linear_cross_entropy(*arguments, kl=0.5, ce=0.0, l1=1.0, chunk_rows=4, num_candidates=3)
+    torch.testing.assert_close(found.teacher_log_sum_R, (teacher @ head.T).logsumexp(-1))
+    assert linear_cross_entropy(*arguments, kl=0.5, ce=0.0, l1=1.0).teacher_log_sum_R.shape == (0,)
+    assert linear_cross_entropy(*arguments, kl=0.5, ce=0.0, num_candidates=3).teacher_log_sum_R.shape == (0,)

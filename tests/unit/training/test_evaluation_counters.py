@@ -82,11 +82,10 @@ def test_sums_are_those_of_the_loss(target: TargetFeatures, texts: Conversations
     assert sums(found, "counted") == ce.counted_Q[1:].tolist()
     assert sum(sums(found, "ce")) == pytest.approx(float(ce.loss_sum), rel=1e-4)
     assert sum(sums(found, "kl")) == pytest.approx(float(kl.loss_sum), rel=1e-4)
-    l1 = loss_of(drafter, target, texts, l1=1.0) if family != "dflash2" else None
-    if l1 is not None:  # sum |p - q| = 2 - 2 sum min(p, q)
-        assert sum(sums(found, "acceptance")) == pytest.approx(
-            sum(sums(found, "counted")) - float(l1.loss_sum) / 2, rel=1e-4
-        )
+    l1 = loss_of(drafter, target, texts, l1=1.0)  # sum |p - q| = 2 - 2 sum min(p, q)
+    counted = sum(sums(found, "counted"))
+    assert sum(sums(found, "acceptance")) == pytest.approx(counted - float(l1.loss_sum) / 2, rel=1e-4)
+    if family != "dflash2":
         assert sums(found, "correct") == ce.correct_Q[1:].tolist()
     json.dumps(found.row(), allow_nan=False)
 
@@ -98,6 +97,23 @@ def test_the_selectors_walk_is_the_one_of_the_simulation(target: TargetFeatures,
     assert row["selector_length"] == pytest.approx(simulated.acceptance_length)
     assert isinstance(row["oracle_length"], float) and isinstance(row["unary_length"], float)
     assert row["oracle_length"] >= max(row["unary_length"], row["selector_length"])
+
+
+def test_a_selectors_acceptance_is_what_sampling_would_accept(target: TargetFeatures, texts: Conversations) -> None:
+    """From its candidates alone: with all of them offered and no say of its own, the drafter's acceptance."""
+    drafter = make_drafter(**FAMILIES["dflash2"])
+    assert isinstance(drafter, DFlash2Drafter)
+    found = evaluation_counters(drafter, target, texts, **OPTIONS)
+    row = found.row()
+    assert row["selector_acceptance_by_draft"] == sums(found, "selector_acceptance")
+    counted, accepted = sums(found, "counted"), sums(found, "selector_acceptance")
+    assert all(0.0 < value < count for value, count in zip(accepted, counted, strict=True))
+    assert accepted != pytest.approx(sums(found, "acceptance"))
+    with torch.no_grad():
+        drafter.candidate_selector.predecessor_codebook.zero_()
+    drafter.candidate_selector.top_k = drafter.contract.vocab_size
+    found = evaluation_counters(drafter, target, texts, **OPTIONS)
+    assert sums(found, "selector_acceptance") == pytest.approx(sums(found, "acceptance"), rel=1e-4)
 
 
 def test_a_selector_without_a_say_walks_as_the_rows_alone(target: TargetFeatures, texts: Conversations) -> None:

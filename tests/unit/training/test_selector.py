@@ -33,10 +33,13 @@ def make_rows(seed: int = 0) -> tuple[SelectorRows, Tensor]:
         candidates_RC=(hidden @ head.T).topk(C).indices,
         weights_R=torch.rand(R),
     )
-    return rows, head
+    assert rows.teacher_RD is not None
+    return replace(rows, teacher_log_sum_R=(rows.teacher_RD @ head.T).logsumexp(-1)), head
 
 
-def slow_loss(selector: CandidateSelector, rows: SelectorRows, head: Tensor, kl: float, ce: float) -> float:
+def slow_loss(
+    selector: CandidateSelector, rows: SelectorRows, head: Tensor, kl: float, ce: float, l1: float = 0.0
+) -> float:
     """One row and one candidate at a time, in float64."""
     assert rows.teacher_RD is not None
     total = 0.0
@@ -52,15 +55,36 @@ def slow_loss(selector: CandidateSelector, rows: SelectorRows, head: Tensor, kl:
         log_q = scores.log_softmax(0)
         log_p = torch.stack([head[c].double() @ g for c in ids]).log_softmax(0)
         loss = kl * (log_p.exp() * (log_p - log_q)).sum().item() - ce * log_q[ids.index(label)].item()
+        q = dict(zip(ids, log_q.exp().tolist(), strict=True))
+        p = (head.double() @ g).softmax(0).tolist()
+        loss += l1 * sum(abs(p[token] - q.get(token, 0.0)) for token in range(V))
         total += rows.weights_R[row].item() * loss
     return total
 
 
-@pytest.mark.parametrize(("kl", "ce"), [(1.0, 0.0), (0.0, 1.0), (0.7, 0.3)])
-def test_the_loss_is_that_of_a_slow_loop(kl: float, ce: float) -> None:
+@pytest.mark.parametrize(("kl", "ce", "l1"), [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0), (0.7, 0.3, 0.4)])
+def test_the_loss_is_that_of_a_slow_loop(kl: float, ce: float, l1: float) -> None:
     selector, (rows, head) = make_selector(), make_rows()
-    loss, _ = selector_loss(selector, rows, head, kl=kl, ce=ce)
-    assert loss.item() == pytest.approx(slow_loss(selector, rows, head, kl, ce), rel=1e-5)
+    loss, _ = selector_loss(selector, rows, head, kl=kl, ce=ce, l1=l1)
+    assert loss.item() == pytest.approx(slow_loss(selector, rows, head, kl, ce, l1), rel=1e-5)
+
+
+def test_l1_is_what_sampling_refuses_of_the_whole_distribution() -> None:
+    """Twice 1 - sum min(p, q); over the candidates' share of p alone it would be another number."""
+    selector, (rows, head) = make_selector(), make_rows()
+    rows = replace(rows, labels_R=rows.candidates_RC[:, 0], weights_R=torch.ones(R))
+    assert rows.teacher_RD is not None and rows.teacher_log_sum_R is not None
+    unary_RC = (rows.hidden_RD @ head.T).gather(1, rows.candidates_RC)
+    _, scores = selector.walk(
+        rows.hidden_RD.unsqueeze(1), unary_RC.unsqueeze(1), rows.candidates_RC.unsqueeze(1), rows.predecessors_R
+    )
+    p = (rows.teacher_RD @ head.T).softmax(-1).gather(1, rows.candidates_RC)
+    accepted = torch.minimum(p, scores.squeeze(1).softmax(-1)).sum().item()
+    loss, _ = selector_loss(selector, rows, head, kl=0.0, ce=0.0, l1=1.0)
+    assert loss.item() == pytest.approx(2 * (R - accepted), rel=1e-5)
+    within = (rows.teacher_RD @ head.T).gather(1, rows.candidates_RC).logsumexp(-1)
+    wrong, _ = selector_loss(selector, replace(rows, teacher_log_sum_R=within), head, kl=0.0, ce=0.0, l1=1.0)
+    assert abs(wrong.item() - loss.item()) > 0.1
 
 
 def test_gradients_reach_states_and_all_of_the_selector() -> None:
@@ -103,6 +127,6 @@ def test_right_rows_are_those_whose_best_candidate_is_the_label() -> None:
 def test_no_rows_give_no_loss() -> None:
     selector, (rows, head) = make_selector(), make_rows()
     none = SelectorRows(*(value[:0] for value in vars(rows).values()))
-    loss, right = selector_loss(selector, none, head, kl=1.0, ce=1.0)
+    loss, right = selector_loss(selector, none, head, kl=1.0, ce=1.0, l1=1.0)
     assert loss.item() == 0.0 and right.shape == (0,)
     loss.backward()

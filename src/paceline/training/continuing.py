@@ -1,0 +1,65 @@
+"""A stored drafter as what a run goes on from: of the same shape, or an error that lists every difference."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from pathlib import Path
+
+import torch
+
+from paceline.checkpoint.compatibility import complete_contract
+from paceline.checkpoint.contract import DrafterContract, TargetContract
+from paceline.checkpoint.dialects import read_drafter
+from paceline.checkpoint.names import drafter_destinations
+from paceline.checkpoint.weights import load_strict
+from paceline.errors import ConfigError
+from paceline.models.building import empty_drafter
+from paceline.models.drafters.table import Drafter
+from paceline.models.weight_copy import copy_weight
+
+# What may differ: where a drafter lies, which target it was made for, how its files are written and its drafts drawn.
+_FREE = ("origin", "target_name", "dtype", "draft_sample_method", "quantization")
+
+
+def continued_drafter(folder: Path, contract: DrafterContract, target: TargetContract) -> Drafter:
+    """A stored drafter as float32 masters on the CPU.
+
+    Its fingerprint is not replayed: going on for another version of its target is what this is for.
+
+    Args:
+        folder: of any layout that can be served.
+        contract: what the drafter of the run will promise.
+        target: of the run.
+    Raises:
+        CheckpointError: missing, damaged, incomplete or unsupported files.
+        ConfigError: the drafter has another shape than the run asks for; every difference is listed.
+    """
+    files = read_drafter(folder)
+    found = complete_contract(files.contract, target)
+    differences = [
+        f"{field.name} is {getattr(found, field.name)!r} there, {getattr(contract, field.name)!r} in this run"
+        for field in dataclasses.fields(DrafterContract)
+        if field.name not in _FREE and getattr(found, field.name) != getattr(contract, field.name)
+    ]
+    if differences:
+        raise ConfigError(
+            "drafter.start_from is of another shape: " + "; ".join(differences),
+            origin={"drafter.start_from": folder},
+            hint="settings of [drafter] as that drafter has them, or a run without start_from",
+        )
+    drafter = empty_drafter(contract, torch.float32, torch.device("cpu"))
+    destinations = drafter_destinations(contract)
+    parameters = drafter.checkpoint_parameters()
+    load_strict(parameters, files.source, destinations, ignored=files.ignored, copy=copy_weight)
+    drafter.vocabulary.set_tables(files.draft_to_target, None)
+    return drafter.requires_grad_(True)
+
+
+def weights_digest(drafter: Drafter) -> str:
+    """SHA-256 of all masters: which weights a run went on from, wherever they lay."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(drafter.named_parameters()):
+        digest.update(name.encode())
+        digest.update(parameter.detach().cpu().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,116 @@
+"""Runs that go on from a stored drafter: from its very weights, in every family, only where the shape is the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.tiny_run import chat_target, random_rows, tiny_settings, write_drafter, write_token_file
+from tests.unit.training.runs import exported, metrics, state
+from tests.unit.training.test_families import FAMILIES
+
+from paceline.configuration.run import TrainRun
+from paceline.errors import CheckpointError, ConfigError
+from paceline.models.loading import LoadedTarget, load_drafter
+from paceline.training.loop import train
+from paceline.training.preparing import prepare_run
+from paceline.training.ranks import Ranks
+
+ALONE = Ranks.alone(torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def target() -> LoadedTarget:
+    return chat_target()
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_token_file(tmp_path / "data.npz", random_rows(24, 20, vocab_size=400), num_prompt_tokens=4)
+
+
+def settings(folder: Path, data: Path, family: str = "dflash", **changes: Any) -> TrainRun:
+    drafter = {f"drafter_{key}": value for key, value in FAMILIES.get(family, {}).items()}
+    return tiny_settings(folder, data, **(drafter | changes))
+
+
+@pytest.mark.parametrize("family", ["dflash", *FAMILIES])
+def test_a_run_begins_with_the_weights_of_the_folder(
+    target: LoadedTarget, tmp_path: Path, data: Path, family: str
+) -> None:
+    first = train(settings(tmp_path / "first", data, family), target)
+    assert first.drafter is not None
+    run = settings(tmp_path / "second", data, family, drafter_start_from=str(first.drafter))
+    parts = prepare_run(run, target, ALONE)
+    served = load_drafter(str(first.drafter), target).model.checkpoint_parameters()
+    begun = parts.drafter.checkpoint_parameters()
+    assert set(begun) == set(served)
+    assert all(torch.equal(begun[name], served[name].float()) for name in served)
+    assert all(value.dtype == torch.float32 and value.requires_grad for value in begun.values())
+    if parts.contract.has_vocabulary_map:
+        ids = load_drafter(str(first.drafter), target).model.vocabulary.target_ids_V
+        assert ids is not None and torch.equal(parts.drafter.vocabulary.target_ids_V, ids)
+
+
+def test_it_goes_on_learning_and_its_record_says_from_what(target: LoadedTarget, tmp_path: Path, data: Path) -> None:
+    first = train(settings(tmp_path / "first", data, schedule_num_steps=60), target)
+    run = settings(tmp_path / "second", data, drafter_start_from=str(first.drafter))
+    anew = settings(tmp_path / "anew", data)
+    for each in (run, anew):
+        train(each, target)
+    losses = {each.output.name: next(row["loss"] for row in metrics(each) if "loss" in row) for each in (run, anew)}
+    assert losses["second"] < losses["anew"], "the first steps were learnt already"
+    record = exported(run)["provenance.json"].decode()
+    assert "start_weights_sha256" in record and str(first.drafter) not in record
+    assert "start_weights_sha256" not in exported(anew)["provenance.json"].decode()
+
+
+def test_a_resume_needs_the_same_weights_wherever_they_lie(target: LoadedTarget, tmp_path: Path, data: Path) -> None:
+    first = train(settings(tmp_path / "first", data), target)
+    assert first.drafter is not None
+    run = settings(tmp_path / "second", data, drafter_start_from=str(first.drafter))
+    train(run, target)
+    moved = first.drafter.rename(tmp_path / "moved")
+    again = settings(tmp_path / "second", data, drafter_start_from=str(moved))
+    before = state(run, 20)
+    assert train(again, target, resume=True).is_finished
+    assert all(torch.equal(value, before[name]) for name, value in state(again, 20).items())
+    other = write_drafter(tmp_path / "other", target, num_layers=1, intermediate_size=32, target_layer_ids=(0, 2))
+    for start in (str(other), None):
+        wrong = settings(tmp_path / "second", data, drafter_start_from=start)
+        with pytest.raises(ConfigError):
+            train(wrong, target, resume=True)
+
+
+def test_another_shape_is_refused_with_every_difference(target: LoadedTarget, tmp_path: Path, data: Path) -> None:
+    first = train(settings(tmp_path / "first", data), target)
+    run = settings(
+        tmp_path / "second", data, drafter_start_from=str(first.drafter), drafter_block_size=5, drafter_num_layers=2
+    )
+    with pytest.raises(ConfigError, match="block_size is 4 there, 5 in this run") as caught:
+        train(run, target)
+    assert "num_layers is 1 there, 2 in this run" in str(caught.value) and not run.output.exists()
+
+
+def test_a_vocabulary_that_covers_too_little_is_refused(target: LoadedTarget, tmp_path: Path, data: Path) -> None:
+    first = train(settings(tmp_path / "first", data, "eagle3-few-ids"), target)
+    run = settings(
+        tmp_path / "second",
+        data,
+        "eagle3-few-ids",
+        drafter_start_from=str(first.drafter),
+        drafter_min_vocab_coverage=0.99,
+    )
+    with pytest.raises(ConfigError, match=r"less than drafter\.min_vocab_coverage"):
+        train(run, target)
+
+
+def test_a_damaged_folder_is_one_clear_error(target: LoadedTarget, tmp_path: Path, data: Path) -> None:
+    first = train(settings(tmp_path / "first", data), target)
+    assert first.drafter is not None
+    weights = first.drafter / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(CheckpointError):
+        train(settings(tmp_path / "second", data, drafter_start_from=str(first.drafter)), target)
