@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from paceline.checkpoint.contract import DrafterContract
 from paceline.configuration.run import TrainRun
 from paceline.models.drafters.table import Drafter
@@ -98,7 +100,7 @@ def prepare_run(run: TrainRun, target: LoadedTarget, ranks: Ranks) -> RunParts:
     contract = drafter_contract(run, target.contract)
     features = _features(run, target, contract, data, ranks)
     drafter = starting_drafter(run, contract, target, data.train, ranks.device)
-    settings = _step_settings(run, contract, ranks)
+    settings = _step_settings(run, contract, ranks, features)
     start_digest = None if run.drafter.start_from is None else weights_digest(drafter)
     return RunParts(data, batches, contract, features, drafter, settings, start_digest)
 
@@ -121,7 +123,7 @@ def _is_compiled(run: TrainRun, ranks: Ranks) -> bool:
     return wanted == "on" or (wanted == "auto" and ranks.device.type == "cuda")
 
 
-def _step_settings(run: TrainRun, contract: DrafterContract, ranks: Ranks) -> StepSettings:
+def _step_settings(run: TrainRun, contract: DrafterContract, ranks: Ranks, features: TargetFeatures) -> StepSettings:
     weights = run.objective.loss_weights
     return StepSettings(
         objective=Objective(
@@ -137,6 +139,7 @@ def _step_settings(run: TrainRun, contract: DrafterContract, ranks: Ranks) -> St
         ),
         num_anchors=run.schedule.num_anchors,
         clip_norm=run.optimizer.clip_norm,
-        mixed_precision=ranks.device.type == "cuda",
+        # States meet the target's head in its dtype, and the drafter's masters right behind it.
+        mixed_precision=ranks.device.type == "cuda" or features.head_VD.dtype == torch.bfloat16,
         flex=choose_attention(run, contract, ranks.device, ranks.size),
     )

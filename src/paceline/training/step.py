@@ -27,7 +27,7 @@ class StepSettings:
         objective: loss weights.
         num_anchors: blocks per row.
         clip_norm: largest gradient norm.
-        mixed_precision: bf16 products on float32 masters (GPU); false computes all in float32.
+        mixed_precision: bf16 products on float32 masters (a GPU, or a target in bf16); false computes all in float32.
         flex: attention of the blocks; None takes dense masks.
     """
 

@@ -95,6 +95,16 @@ def test_every_part_is_trained_and_a_resume_is_exact(
     assert all(torch.equal(value, after[name]) for name, value in masters(parts).items())
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_target_in_bfloat16_is_trained_for_on_a_cpu(tmp_path: Path, data: Path, family: str) -> None:
+    """What "auto" takes on a CPU that has it, where nothing is cast for the masters."""
+    target = chat_target()
+    target.model.to(torch.bfloat16)
+    run = settings(tmp_path / "run", data, family, schedule_num_steps=2)
+    outcome = train(run, target)
+    assert outcome.drafter is not None and load_drafter(str(outcome.drafter), target).contract.dtype == "bfloat16"
+
+
 @pytest.mark.parametrize("family", ["dflash2", "dspark", "dspark-fill-in", "eagle3", "eagle3-few-ids"])
 def test_what_was_learnt_by_heart_is_accepted_and_the_walk_is_what_serving_does(
     target: LoadedTarget, tmp_path: Path, family: str
