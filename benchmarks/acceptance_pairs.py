@@ -4,11 +4,11 @@
         --set selfchat-0=smollm2-selfchat-0-T0.0.npz --set selfchat-2=smollm2-selfchat-2-T0.0.npz --out docs/results
     python -m benchmarks.acceptance_pairs --over drafters/smollm2-135m-instruct-dflash --join a.json b.json
 
-Both drafters serve every prompt greedily. `ratio` is acceptance length over acceptance length, each a sum of tokens
-over a sum of steps; `low` and `high` are its 95 % bootstrap interval over prompts, each drawn with what both drafters
-made of it; in the row `all` every set keeps its number of prompts. `longer` and `shorter` count prompts. The file holds
-tokens and steps of every prompt, so that `--join` makes one table of several files, measured on different days or
-machines, without measuring again.
+Both drafters serve every prompt, greedily or at `--temperature` with a seed per prompt. `ratio` is acceptance length
+over acceptance length, each a sum of tokens over a sum of steps; `low` and `high` are its 95 % bootstrap interval over
+prompts, each drawn with what both drafters made of it; in the row `all` every set keeps its number of prompts. `longer`
+and `shorter` count prompts. The file holds tokens and steps of every prompt, so that `--join` makes one table of
+several files, measured on different days or machines, without measuring again.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     drafter, over = name_of(options.draft_model), name_of(options.over)
     if options.join:
         found = [read_result(path) for path in options.join]
+        require_one_temperature(found)
         counts = joined([one["counts"] for one in found])
         head = {
             **found[0],
@@ -57,7 +58,8 @@ def main(arguments: Sequence[str]) -> int:
     facts = [f"{options.threads} threads", options.dtype, f"concurrency {options.concurrency}"]
     machine = describe_machine(*facts, device=options.device)
     head = make_result(NAME, [], machine=machine, arguments=arguments)
-    finish(head, measure(options), drafter, over, options.out)
+    settings = {"temperature": options.temperature, "seed": options.seed}
+    finish({**head, "settings": settings}, measure(options), drafter, over, options.out)
     return EXIT_DONE
 
 
@@ -90,7 +92,7 @@ def measure(options: argparse.Namespace) -> Counts:
         drafter = load_drafter(name, target)
         engine = make_engine(target, drafter, sets, options)
         for one in sets:
-            requests = requests_of(one, 0.0, options)
+            requests = requests_of(one, options.temperature, options)
             results = serve(engine, requests.prompts, requests.samplings, f"{name_of(name)} on {one.name}")
             counts[one.name][name_of(name)] = counts_of(one, results)
     return counts
@@ -165,6 +167,19 @@ def read_result(path: Path) -> dict[str, Any]:
     return found
 
 
+def require_one_temperature(found: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse to pool answers of different temperatures; files of before there was a choice are greedy.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    kinds = sorted({float(one.get("settings", {}).get("temperature", 0.0)) for one in found})
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"the files are of temperatures {', '.join(f'{kind:g}' for kind in kinds)}", hint="one of them"
+        )
+
+
 def joined(parts: Sequence[Counts]) -> Counts:
     """Counts of several files as one.
 
@@ -188,12 +203,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add_set_argument(parser, required=False)
     parser.add_argument("--num-prompts", type=positive, default=64, help="of each set; default 64")
     parser.add_argument("--max-tokens", type=positive, default=256, help="for sets of mere prompts; default 256")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of every answer; default 0, greedy")
+    parser.add_argument("--seed", type=int, default=0, help="of the first prompt where answers are sampled; default 0")
     parser.add_argument("--concurrency", type=positive, default=8, help="requests at once; default 8")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--join", type=Path, nargs="+", default=[], metavar="FILE", help="measure nothing; read these")
     options = parser.parse_args(arguments)
-    options.seed = 0  # of samplings that never draw
+    if options.temperature < 0:
+        parser.error(f"--temperature {options.temperature} is below 0")
     if bool(options.join) == bool(options.sets):
         parser.error("either --set or --join")
     if name_of(options.draft_model) == name_of(options.over):

@@ -56,6 +56,9 @@ def test_files_are_joined_unless_they_say_the_same_twice(tmp_path: Path, capsys:
     assert "1.526" in capsys.readouterr().out
     written = json.loads((tmp_path / "acceptance-pairs.json").read_text())
     assert written["commit"] == "x; y" and written["command"] == "c" and len(written["rows"]) == 3
+    files[1].write_text(json.dumps({**head, "counts": parts[1], "settings": {"temperature": 1.0}}))
+    with pytest.raises(ConfigError, match="of temperatures 0, 1"):
+        main(command)
     (tmp_path / "none.json").write_text(json.dumps(head))
     with pytest.raises(DataError, match="has no counts of prompts"):
         main([*command[:5], str(tmp_path / "none.json")])

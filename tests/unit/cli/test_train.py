@@ -140,6 +140,7 @@ def test_the_parameter_count_is_the_models_own() -> None:
         (["{run}", "schedule.steps=1"], 2, "schedule.steps: no setting has this name"),
         (["{run}", "seed"], 2, "not of the form"),
         (["{run}", 'data.files=["gone.npz"]'], 1, "gone.npz"),
+        (["{run}", "drafter.start_from=gone"], 1, "drafter.start_from names a folder that does not exist: gone"),
     ],
 )
 def test_mistakes(
