@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,12 +13,16 @@ import torch
 from paceline.checkpoint.compatibility import complete_contract
 from paceline.checkpoint.contract import DrafterContract, TargetContract
 from paceline.checkpoint.dialects import read_drafter
+from paceline.checkpoint.export import PROVENANCE_FILE
+from paceline.checkpoint.locate import read_json
 from paceline.checkpoint.names import drafter_destinations
 from paceline.checkpoint.weights import load_strict
+from paceline.configuration.run import TrainRun
 from paceline.errors import ConfigError
 from paceline.models.building import empty_drafter
 from paceline.models.drafters.table import Drafter
 from paceline.models.weight_copy import copy_weight
+from paceline.training.provenance import file_hashes
 
 # What may differ: where a drafter lies, which target it was made for, how its files are written and its drafts drawn.
 _FREE = ("origin", "target_name", "dtype", "draft_sample_method", "quantization")
@@ -56,8 +62,57 @@ def continued_drafter(folder: Path, contract: DrafterContract, target: TargetCon
     return drafter.requires_grad_(True)
 
 
-def weights_digest(drafter: Drafter) -> str:
-    """SHA-256 of all masters: which weights a run went on from, wherever they lay."""
+@dataclass(frozen=True)
+class Start:
+    """What a run went on from.
+
+    Attributes:
+        weights_sha256: of all masters, wherever they lay.
+        history: `provenance.json` of the folder; empty where there is none.
+    """
+
+    weights_sha256: str
+    history: Mapping[str, object]
+
+
+def start_of(run: TrainRun, folder: Path, drafter: Drafter) -> Start:
+    """Which drafter a run goes on from, for its record.
+
+    Args:
+        run: its data must leave alone what that drafter's runs left alone.
+        folder: of the drafter.
+        drafter: as `continued_drafter` read it.
+    Raises:
+        ConfigError: the run would learn conversations that a run before it held out. Whatever is measured on them
+            afterwards would be better than it is, and nothing else would tell.
+    """
+    file = folder / PROVENANCE_FILE
+    history: Mapping[str, object] = read_json(file) if file.is_file() else {}
+    hashes = file_hashes(run.data.files)
+    for earlier in _runs(history):
+        known, kept = earlier.get("data.files"), earlier.get("data.hold_out")
+        if not (isinstance(known, Mapping) and isinstance(kept, int)) or run.data.hold_out >= kept:
+            continue
+        shared = [name for name, digest in hashes.items() if digest in known.values()]
+        if shared:
+            raise ConfigError(
+                f"drafter.start_from was trained with data.hold_out {kept}; with {run.data.hold_out} this run would "
+                f"learn conversations of {', '.join(shared)} that are held out to measure drafters on",
+                origin={"drafter.start_from": folder},
+                hint=f"data.hold_out={kept}",
+            )
+    return Start(_digest(drafter), history)
+
+
+def _runs(history: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
+    """A record and those of the runs before it."""
+    while history:
+        yield history
+        before = history.get("start")
+        history = before if isinstance(before, Mapping) else {}
+
+
+def _digest(drafter: Drafter) -> str:
     digest = hashlib.sha256()
     for name, parameter in sorted(drafter.named_parameters()):
         digest.update(name.encode())

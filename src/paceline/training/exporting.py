@@ -56,6 +56,8 @@ def export_drafter(
     is_text = isinstance(target.tokenizer, TextTokenizer)
     template = target.tokenizer.template_sha256 if is_text else None
     record = {"step": step, **identity, TEMPLATE_KEY: template}
+    if parts.start is not None and parts.start.history:
+        record["start"] = dict(parts.start.history)
     return ranks.first_only(lambda: _write(folder, run, parts, target, record, masters, calibration))
 
 

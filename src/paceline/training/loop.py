@@ -145,7 +145,8 @@ class _Run:
             run.optimizer.decay_share,
             run.optimizer.final_share,
         )
-        self.identity = run_identity(run, parts.data.train, target.model, parts.start_digest)
+        start_sha256 = None if parts.start is None else parts.start.weights_sha256
+        self.identity = run_identity(run, parts.data.train, target.model, start_sha256)
         self.checkpoints = run.output / "checkpoints"
         self.sinks: Sinks | None = None
         self._measured: Mapping[str, object] = {}  # the newest row of held-out acceptance

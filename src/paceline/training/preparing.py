@@ -13,7 +13,7 @@ from paceline.models.drafters.table import Drafter
 from paceline.models.loading import LoadedTarget
 from paceline.training.attention_choice import choose_attention
 from paceline.training.batches import StepBatches
-from paceline.training.continuing import weights_digest
+from paceline.training.continuing import Start, start_of
 from paceline.training.contract import drafter_contract
 from paceline.training.data import Conversations, drop_short, join, read_conversations, split_held_out
 from paceline.training.feature_source import open_stored_features
@@ -50,7 +50,7 @@ class RunParts:
         features: what the target contributes, computed on the spot or read from a folder.
         drafter: float32 masters as the run starts with them, the same on every rank.
         settings: of a step.
-        start_digest: of the weights of a drafter that the run goes on from; None starts from random ones.
+        start: what the run goes on from; None starts from random weights.
     """
 
     data: TrainingData
@@ -59,7 +59,7 @@ class RunParts:
     features: TargetFeatures
     drafter: Drafter
     settings: StepSettings
-    start_digest: str | None = None
+    start: Start | None = None
 
 
 def read_data(run: TrainRun, target: LoadedTarget) -> TrainingData:
@@ -101,8 +101,8 @@ def prepare_run(run: TrainRun, target: LoadedTarget, ranks: Ranks) -> RunParts:
     features = _features(run, target, contract, data, ranks)
     drafter = starting_drafter(run, contract, target, data.train, ranks.device)
     settings = _step_settings(run, contract, ranks, features)
-    start_digest = None if run.drafter.start_from is None else weights_digest(drafter)
-    return RunParts(data, batches, contract, features, drafter, settings, start_digest)
+    start = None if run.drafter.start_from is None else start_of(run, run.drafter.start_from, drafter)
+    return RunParts(data, batches, contract, features, drafter, settings, start)
 
 
 def _features(

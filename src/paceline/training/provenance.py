@@ -26,7 +26,7 @@ def file_hashes(files: Sequence[Path]) -> dict[str, str]:
 
 
 def run_identity(
-    run: TrainRun, train: Conversations, target: Target, start_digest: str | None = None
+    run: TrainRun, train: Conversations, target: Target, start_sha256: str | None = None
 ) -> dict[str, object]:
     """What makes two attempts the same run: settings that change the numbers, data, target, first weights."""
     settings = run.model_dump(
@@ -43,7 +43,7 @@ def run_identity(
     of_layer = [last_layer.mlp.down_proj.weight] if isinstance(last_layer, DecoderLayer) else last_layer.parameters()
     for parameter in (target.embed_tokens.weight, *of_layer):
         digest.update(parameter.detach().float().cpu().numpy().tobytes())
-    begun = {} if start_digest is None else {"start_weights_sha256": start_digest}
+    begun = {} if start_sha256 is None else {"start_weights_sha256": start_sha256}
     return {
         **flat,
         **begun,

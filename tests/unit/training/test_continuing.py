@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,13 @@ def test_it_goes_on_learning_and_its_record_says_from_what(target: LoadedTarget,
         train(each, target)
     losses = {each.output.name: next(row["loss"] for row in metrics(each) if "loss" in row) for each in (run, anew)}
     assert losses["second"] < losses["anew"], "the first steps were learnt already"
-    record = exported(run)["provenance.json"].decode()
-    assert "start_weights_sha256" in record and str(first.drafter) not in record
-    assert "start_weights_sha256" not in exported(anew)["provenance.json"].decode()
+    record = json.loads(exported(run)["provenance.json"])
+    assert first.drafter is not None and str(first.drafter) not in json.dumps(record)
+    assert (
+        record["start"] == json.loads((first.drafter / "provenance.json").read_text()) and record["start"]["step"] == 60
+    )
+    assert len(record["start_weights_sha256"]) == 64
+    assert not {"start", "start_weights_sha256"} & json.loads(exported(anew)["provenance.json"]).keys()
 
 
 def test_a_resume_needs_the_same_weights_wherever_they_lie(target: LoadedTarget, tmp_path: Path, data: Path) -> None:
@@ -92,6 +97,21 @@ def test_another_shape_is_refused_with_every_difference(target: LoadedTarget, tm
     with pytest.raises(ConfigError, match="block_size is 4 there, 5 in this run") as caught:
         train(run, target)
     assert "num_layers is 1 there, 2 in this run" in str(caught.value) and not run.output.exists()
+
+
+def test_what_was_held_out_stays_held_out(target: LoadedTarget, tmp_path: Path, data: Path) -> None:
+    """Through a chain of runs, and only in files that they share."""
+    first = train(settings(tmp_path / "first", data, data_hold_out=6), target)
+    fewer = {"data_hold_out": 4, "drafter_start_from": str(first.drafter)}
+    with pytest.raises(ConfigError, match=r"hold_out 6; with 4 this run would learn conversations of data\.npz"):
+        train(settings(tmp_path / "second", data, **fewer), target)
+    other = write_token_file(tmp_path / "other.npz", random_rows(24, 20, vocab_size=400, seed=1), num_prompt_tokens=4)
+    second = train(settings(tmp_path / "second", other, **fewer), target)
+    assert second.is_finished
+    fewer["drafter_start_from"] = str(second.drafter)
+    with pytest.raises(ConfigError, match="hold_out 6"):
+        train(settings(tmp_path / "third", data.rename(tmp_path / "renamed.npz"), **fewer), target)
+    assert not (tmp_path / "third").exists()
 
 
 def test_a_vocabulary_that_covers_too_little_is_refused(target: LoadedTarget, tmp_path: Path, data: Path) -> None:
