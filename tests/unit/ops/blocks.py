@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,10 @@ class Block(NamedTuple):
     @property
     def settings(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.temperature, self.seed, self.position, self.step
+
+    def of(self, requests: Sequence[int]) -> Block:
+        """Some of the requests."""
+        return Block(*(tensor[list(requests)] for tensor in self))
 
     def on(self, device: torch.device) -> Block:
         return Block(*(tensor.to(device) for tensor in self))

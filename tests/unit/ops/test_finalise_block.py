@@ -116,10 +116,21 @@ def test_noise_of_the_stop_rows_alone_decides_as_the_reference_does(
 
 @pytest.mark.parametrize("method", METHODS)
 def test_logits_are_divided_where_they_are_read(kernel_device: torch.device, method: VerifyMethod) -> None:
-    """Planted: what is divided twice, or not at all, decides otherwise."""
+    """Planted: what is divided twice, or not at all, decides otherwise. These requests are tried, and every fifth."""
     block = odd_block(30, 3, 33, 5, seed=5)
     block = block._replace(temperature=torch.linspace(0.0, 2.0, 30))
-    there = block.on(kernel_device)
+    expected, undivided = (
+        as_lists(
+            verify_block_reference(
+                block.drafts, block.logits, *proposal(block, True), *block.settings, method, is_tempered
+            )
+        )
+        for is_tempered in (False, True)
+    )
+    changed = [b for b in range(30) if expected[b] != undivided[b]]
+    assert changed
+    chosen = sorted({*changed, *range(0, 30, 5)})
+    there = block.of(chosen).on(kernel_device)
     found = {
         is_tempered: as_lists(
             verify_block_triton(
@@ -128,10 +139,7 @@ def test_logits_are_divided_where_they_are_read(kernel_device: torch.device, met
         )
         for is_tempered in (False, True)
     }
-    expected = verify_block_reference(
-        block.drafts, block.logits, *proposal(block, True), *block.settings, method, False
-    )
-    assert found[False] == as_lists(expected) and found[True] != found[False]
+    assert found[False] == [expected[b] for b in chosen] and found[True] == [undivided[b] for b in chosen]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -158,18 +166,21 @@ def test_ids_without_probability_are_left_out_by_the_kernels_themselves(
     is_impossible = ~is_draft & ~is_padding & (torch.arange(6) % 2 == 0)
     log_q = block.log_q.masked_fill(is_impossible, -torch.inf)
     block = block._replace(log_q=log_q)
-    there = block.on(kernel_device)
+    expected = by_reference(block, True, method)
+    # as candidates they would be drawn less often, or not at all
+    kept = by_reference(block._replace(log_q=log_q.masked_fill(is_impossible, 0.0)), True, method)
+    changed = [b for b in range(48) if kept[b] != expected[b]]
+    assert changed
+    chosen = sorted({*changed, *range(0, 48, 5)})
+    there = block.of(chosen).on(kernel_device)
     found = verify_block_triton(there.drafts, there.logits, *proposal(there, True), *there.settings, method)
-    assert as_lists(found) == by_reference(block, True, method)
+    assert as_lists(found) == [expected[b] for b in chosen]
     # drafts without probability are counted, but for requests that do not look at it
-    lost = block._replace(log_q=log_q.masked_fill(is_draft, -torch.inf))
+    lost = block._replace(log_q=log_q.masked_fill(is_draft, -torch.inf)).of(chosen)
     there = lost.on(kernel_device)
     counted = as_lists(verify_block_triton(there.drafts, there.logits, *proposal(there, True), *there.settings, method))
     assert counted == by_reference(lost, True, method)
     assert {number > 0 for *_, number in counted} == {True, False}
-    # as candidates they would be drawn less often, or not at all
-    kept = block._replace(log_q=log_q.masked_fill(is_impossible, 0.0))
-    assert as_lists(found) != by_reference(kept, True, method)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -236,7 +247,7 @@ def test_where_q_is_most_of_p_every_part_of_the_draw_matters(
         assert changed
         chosen.add(changed[0])
         chosen.add(changed[-1])
-    some = Block(*(tensor[sorted(chosen)].to(kernel_device) for tensor in block))
+    some = block.of(sorted(chosen)).on(kernel_device)
     found = verify_block_triton(some.drafts, some.logits, some.candidate_ids, some.log_q, *some.settings, "block")
     assert as_lists(found) == [expected[b] for b in sorted(chosen)]
 
