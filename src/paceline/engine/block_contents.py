@@ -57,10 +57,11 @@ def poison_blocks(planes: Tensor, blocks: Sequence[int]) -> None:
 
 def are_poisoned(planes: Tensor, blocks: Sequence[int]) -> list[bool]:
     """Whether each of some blocks still has the very bits of `poison_blocks`; another NaN would be somebody's."""
-    bits = planes.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[planes.itemsize])
-    poison = torch.full((1,), torch.nan, dtype=planes.dtype, device=planes.device).view(bits.dtype)
-    contents = bits.index_select(_BLOCKS, _ids(planes, blocks)).movedim(_BLOCKS, 0)
-    untouched: list[bool] = (contents == poison).flatten(1).all(dim=1).tolist()
+    word = {2: torch.int16, 4: torch.int32, 8: torch.int64}[planes.itemsize]
+    poison = torch.full((), torch.nan, dtype=planes.dtype).view(word).item()
+    contents_PNE = planes.view(word).flatten(0, 2).flatten(2).index_select(1, _ids(planes, blocks))
+    # Checks ask before every step, and torch takes several times as long over so many small comparisons.
+    untouched: list[bool] = (contents_PNE.cpu().numpy() == poison).all(axis=(0, 2)).tolist()
     return untouched
 
 
@@ -84,7 +85,7 @@ def checksums(planes: Tensor, blocks: Sequence[int]) -> list[bytes]:
         return []
     contents = planes.index_select(_BLOCKS, _ids(planes, blocks)).movedim(_BLOCKS, 0).flatten(1)
     raw = contents.view(torch.uint8).cpu().numpy()
-    return [hashlib.blake2b(block, digest_size=16).digest() for block in raw]
+    return [hashlib.sha1(block, usedforsecurity=False).digest() for block in raw]  # processors have instructions for it
 
 
 def _ids(planes: Tensor, blocks: Sequence[int]) -> Tensor:

@@ -155,8 +155,9 @@ class InvariantChecks:
             self._check_growth(one)
         if self._find_addresses() != self._addresses:
             _broken("I7", "a buffer moved since the engine was set up")
-        self._check_published()
-        self._check_final(held)
+        digests: dict[int, tuple[bytes, ...]] = {}
+        self._check_published(digests)
+        self._check_final(held, digests)
         self._check_padding()
         self._poison_free_blocks()
 
@@ -236,21 +237,24 @@ class InvariantChecks:
             if rows[one.slot] != expected:
                 _broken("I3", f"the device's table of slot {one.slot} is behind the host's")
 
-    def _check_published(self) -> None:
+    def _check_published(self, digests: dict[int, tuple[bytes, ...]]) -> None:
         gone = [block for block in self._published if not self._pool.is_hashed(block)]
         for block in gone:
             del self._published[block]
         sample = self._sample(self._published)
-        for block, found in zip(sample, self._checksums(sample), strict=True):
-            if found != self._published[block]:
+        self._digest(sample, digests)
+        for block in sample:
+            if digests[block] != self._published[block]:
                 _broken("I3", f"published block {block} changed")
 
-    def _check_final(self, held: Sequence[CheckedRequest]) -> None:
+    def _check_final(self, held: Sequence[CheckedRequest], digests: dict[int, tuple[bytes, ...]]) -> None:
         size = self._pool.block_size
         places = {(one.request_id, i): one.blocks[i] for one in held for i in range(one.num_final // size)}
         self._final = {where: found for where, found in self._final.items() if where in places}
         sample = self._sample(places)
-        for where, found in zip(sample, self._checksums([places[where] for where in sample]), strict=True):
+        self._digest([places[where] for where in sample], digests)
+        for where in sample:
+            found = digests[places[where]]
             if self._final.setdefault(where, (places[where], found))[1] != found:
                 _broken("I1", f"block {where[1]} of {where[0]} changed below the positions that are final")
             self._final[where] = (places[where], found)
@@ -276,6 +280,11 @@ class InvariantChecks:
         for cache in self._caches:
             cache.poison_blocks(fresh)
         self._poisoned |= free
+
+    def _digest(self, blocks: Iterable[int], known: dict[int, tuple[bytes, ...]]) -> None:
+        """Add the digests of blocks that have none yet: what was published is final for its request, too."""
+        fresh = sorted({*blocks} - known.keys())
+        known.update(zip(fresh, self._checksums(fresh), strict=True))
 
     def _checksums(self, blocks: Sequence[int]) -> list[tuple[bytes, ...]]:
         """Of each block, a digest per cache."""
