@@ -107,13 +107,13 @@ def test_speculative_sampling_is_exact_and_accepts_what_theory_says(method: str)
 
 
 def test_a_wrong_q_is_noticed() -> None:
-    """The drafts come from one distribution, the report names another."""
+    """The drafts come from one distribution, the report names another; a quarter of the requests shows it."""
 
     def flat(proposal: Proposal) -> Proposal:
         assert proposal.log_q_BKC is not None
         return proposal._replace(log_q_BKC=torch.full_like(proposal.log_q_BKC, -np.log(VOCAB)))
 
-    assert p_value(run(make_proposer("probabilistic", flat))[0]) < 1e-6
+    assert p_value(run(make_proposer("probabilistic", flat), NUM_REQUESTS // 4)[0]) < 1e-6
 
 
 def test_noise_shared_between_draft_and_target_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

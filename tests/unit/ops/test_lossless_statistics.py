@@ -44,6 +44,7 @@ class Setup:
     vocab_size: int = 8
     tells: str = "the truth"  # or "a uniform", "bfloat16", "another row"
     redraws: bool = False  # a refused draft is replaced by a fresh draw of p
+    num_requests: int = N
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def told_log_q(setup: Setup, scores: torch.Tensor) -> torch.Tensor:
 
 def keys_of(setup: Setup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Seeds, anchor positions and steps."""
-    counter = torch.arange(N)
+    counter = torch.arange(setup.num_requests)
     seed = counter * 7919 if setup.vary == "seed" else torch.full_like(counter, 20240607)
     anchor = torch.full_like(counter, 4000) if setup.vary == "seed" else counter * (K + 1)
     return seed, anchor, torch.full_like(counter, 5)
@@ -112,7 +113,7 @@ def run(setup: Setup) -> Outcome:
         context.append(
             sample_tokens(
                 dense_log_q[context[-1]],
-                temperature_R=torch.full((N,), 0.0 if is_argmax else setup.temperature),
+                temperature_R=torch.full(seed.shape, 0.0 if is_argmax else setup.temperature),
                 seed_R=seed,
                 position_R=anchor + i,
                 domain=domain,
@@ -125,7 +126,7 @@ def run(setup: Setup) -> Outcome:
     if setup.draft in ("full", "few"):
         q_arguments = {"candidate_ids_BKC": candidates[rows[:, :K]], "log_q_BKC": told[rows[:, :K]]}
     keys: dict[str, Any] = {
-        "temperature_B": torch.full((N,), setup.temperature),
+        "temperature_B": torch.full(seed.shape, setup.temperature),
         "seed_B": seed,
         "anchor_position_B": anchor,
         "step_B": step,
@@ -143,7 +144,9 @@ def run(setup: Setup) -> Outcome:
     bonus = verdict.bonus_ids_B
     if setup.redraws:
         stop_rows = logits.gather(1, accepted.view(-1, 1, 1).expand(-1, 1, logits.shape[2])).squeeze(1)
-        bonus = sample_tokens(stop_rows, temperature_R=torch.ones(N), seed_R=seed + 1, position_R=anchor + accepted)
+        bonus = sample_tokens(
+            stop_rows, temperature_R=torch.ones(seed.shape), seed_R=seed + 1, position_R=anchor + accepted
+        )
     p = processed.double().softmax(-1)
     tokens = complete(drafts, accepted, bonus, p)
     q = dense_log_q.double().exp()
@@ -158,7 +161,7 @@ def complete(drafts: torch.Tensor, accepted: torch.Tensor, bonus: torch.Tensor, 
     upper_edges[:, -1] = 1.0
     last, tokens = torch.full_like(bonus, START), []
     for i in range(K + 1):
-        spot = torch.rand(N, 1, generator=generator, dtype=torch.float64)
+        spot = torch.rand(len(bonus), 1, generator=generator, dtype=torch.float64)
         drawn = (upper_edges[last] <= spot).sum(-1)
         drafted = drafts[:, i] if i < K else bonus
         last = torch.where(i < accepted, drafted, torch.where(accepted == i, bonus, drawn))
@@ -255,9 +258,10 @@ def block_rates(p: torch.Tensor, q: torch.Tensor) -> list[float]:
 def acceptance_errors(outcome: Outcome, is_one_hot: bool) -> list[float]:
     """How many standard errors each position's accepted count lies from its exact expectation."""
     errors = []
+    num_requests = len(outcome.accepted)
     for position, rate in enumerate(mean_rates(outcome, is_one_hot)):
         observed = (outcome.accepted > position).sum().item()
-        errors.append((observed - N * rate) / math.sqrt(N * rate * (1 - rate)))
+        errors.append((observed - num_requests * rate) / math.sqrt(num_requests * rate * (1 - rate)))
     return errors
 
 
@@ -370,7 +374,8 @@ def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert check(run_sound(sound)) >= ALPHA
     if patch is not None:
         monkeypatch.setattr(*patch)
-    assert check(run(setup)) < ALPHA
+    num_requests = N if setup.tells == "bfloat16" else N // 4  # all but the mildest fault show in fewer, too
+    assert check(run(replace(setup, num_requests=num_requests))) < ALPHA
 
 
 def test_wasteful_acceptance_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
