@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from paceline.engine.delta_stream import DeltaStream
+from paceline.engine.frozen_heap import frozen_heap
 from paceline.engine.request import RequestDelta, RequestResult, SamplingParameters
 from paceline.engine.start_checks import CanaryMode, require_sound
 from paceline.errors import EngineClosedError, EngineDeadError, PacelineError, RequestError
@@ -250,7 +251,8 @@ class EngineThread:
             self._check_at_start(engine)
             if self._begins_to_serve():
                 self.started.set_result(None)
-                self._serve(engine)
+                with frozen_heap():
+                    self._serve(engine)
         except BaseException as error:
             if self.started.done():
                 _log.critical("the engine is dead\n%s", _story(error))
