@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.models.attends import WholeSequence, document_spans, rows_of
 from paceline.models.hybrid import DeltaProjections, DeltaWeights, HybridAttend, LatentHeads, convolve
 from paceline.models.targets.target import Target
-from paceline.ops.attention import attention_row_invariant
+from paceline.ops.attention import RowTiles, attention_of_tiles, row_tiles
 from paceline.ops.delta_attention import delta_attention
 from paceline.ops.multi_head_latent_attention import absorbed_latent_attention
 
@@ -29,6 +29,7 @@ class RowInvariantSequences:
 
     def __init__(self, documents_BT: Tensor | None = None) -> None:
         self._documents = None if documents_BT is None else documents_BT.tolist()
+        self._tiles: dict[tuple[int, int], RowTiles] = {}  # of every layer, by length and query heads per key head
 
     def __call__(
         self, layer: int, q_BTNH: Tensor, k_BTMH: Tensor, v_BTMH: Tensor, *, sink_N: Tensor | None = None
@@ -39,8 +40,8 @@ class RowInvariantSequences:
         for row in range(q_BTNH.shape[0]):
             for start, end in self._spans(row, q_BTNH.shape[1]):
                 q, k, v = (rows[row, start:end].transpose(0, 1) for rows in (q_BTNH, k_BTMH, v_BTMH))
-                visible = torch.ones(end - start, end - start, dtype=torch.bool, device=q.device).tril()
-                mixed[row, start:end] = attention_row_invariant(q, k, v, visible).transpose(0, 1)
+                tiles = self._causal_tiles(end - start, q_BTNH.shape[2] // k_BTMH.shape[2], q)
+                mixed[row, start:end] = attention_of_tiles(q, k, v, tiles).transpose(0, 1)
         return mixed
 
     def latent(self, layer: int, q_BTNQ: Tensor, rows_BTX: Tensor, heads: LatentHeads) -> Tensor:
@@ -68,6 +69,13 @@ class RowInvariantSequences:
                 inputs = convolve(rows_of(rows, row, start, end), weights)
                 answers_BTNK[row, start:end] = delta_attention(inputs, weights.gate, None, form="recurrent")[0][0]
         return answers_BTNK
+
+    def _causal_tiles(self, length: int, num_copies: int, q: Tensor) -> RowTiles:
+        tiles = self._tiles.get((length, num_copies))
+        if tiles is None:
+            visible = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+            tiles = self._tiles[length, num_copies] = row_tiles(visible, num_copies, q.dtype)
+        return tiles
 
     def _spans(self, row: int, length: int) -> list[tuple[int, int]]:
         return [(0, length)] if self._documents is None else document_spans(self._documents[row])
