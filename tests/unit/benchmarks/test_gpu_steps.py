@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,12 @@ SMALL = [
     *("--device", "cpu", "--linear-mode", "plain", "--prompt-tokens", "8", "--new-tokens", "6", "--rounds", "2"),
     *("--warm-up", "1", "--timed", "2", "--max-model-len", "96"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _modules_stay_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each release would walk all that the session has loaded, and so would whatever runs later."""
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)
 
 
 def test_rows_have_the_keys_that_readers_expect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,8 @@ def _thawed() -> Iterator[None]:
     gc.unfreeze()
     yield
     assert gc.get_freeze_count() == 0
-    gc.unfreeze()
+    gc.collect()
+    gc.freeze()  # as the session has it: thawed, every collection and every server that starts would walk all modules
 
 
 def test_it_is_frozen_until_the_last_is_done() -> None:
