@@ -39,10 +39,13 @@ if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
     ctypes.CDLL(None).mallopt(M_TRIM_THRESHOLD, 2**28)
 
 
+LONG = {"integration", "distributed", "test_dispatch.py", "test_fan_out.py"}  # folders and files with tests of 10 s
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Integration tests begin, in the order drawn for them: a long one at the end would keep a single worker busy."""
-    items.sort(key=lambda item: "integration" not in item.path.parts)
+    """Long tests begin, in the order drawn for them: one at the end would keep a single worker busy."""
+    items.sort(key=lambda item: LONG.isdisjoint(item.path.parts))
 
 
 def pytest_collection_finish() -> None:

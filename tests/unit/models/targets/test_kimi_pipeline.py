@@ -6,7 +6,7 @@ planted, each of which keeps logits or a few cuts right and so would pass a weak
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -33,6 +33,12 @@ ALIGNED = [cut for cut in CUTS if cut % BLOCK == 0]
 ALL_IDS = [CaptureId(capture) for capture in range(LAYERS + 1)]
 FEW_EXPERTS = {"first_k_dense_replace": 24}  # in the last block alone, for time
 STREAMS: tuple[AuxHiddenStream, ...] = ("prefix", "attn_res")
+
+
+@pytest.fixture(autouse=True)
+def _as_served() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
