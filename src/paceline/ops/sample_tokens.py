@@ -52,7 +52,7 @@ def sample_tokens_reference(
 ) -> Tensor:
     """The definition; `seed_R` holds the step already."""
     noise_RV = noise.gumbel_noise(seed_R, position_R, processed_RV.shape[1], domain=domain)
-    noise_RV = noise_RV.masked_fill(rows_are_greedy(temperature_R).unsqueeze(1), 0.0)
+    noise_RV.masked_fill_(rows_are_greedy(temperature_R).unsqueeze(1), 0.0)
     return pick_largest(processed_RV.float() + noise_RV)
 
 
