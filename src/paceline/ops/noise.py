@@ -33,8 +33,8 @@ _LARGEST_BELOW_ONE = 1.0 - 2.0**-24
 _CPU_CHUNK = 2**18  # draws at a time: temporaries that fit a CPU's cache take less than half the time of whole batches
 
 
-# What is multiplied next needs the low 32 bits alone, so a rotation leaves the others in. All but the first operation on
-# a word work in place: without temporaries, draws for few rows take a fifth less time and those for many a third.
+# What is multiplied next needs the low 32 bits alone, so a rotation leaves the others in. All but the first operation
+# on a word work in place: without temporaries, draws for few rows take a fifth less time and those for many a third.
 def _rotate_left(word: Tensor, count: int) -> Tensor:
     return (word << count).bitwise_or_(word >> (32 - count))
 
