@@ -28,7 +28,7 @@ from paceline.models.taps import TapCollector
 from paceline.training.anchors import make_blocks, sample_anchors
 from paceline.training.objective import draft_blocks
 
-PROMPT, ANSWER, COUNT = 12, 36, 24
+PROMPT, ANSWER, COUNT = 12, 36, 20
 
 
 def score(values: Sequence[float], first_accepted: float, name: str = "other") -> Score:
