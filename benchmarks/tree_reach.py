@@ -7,7 +7,8 @@ tree behind any of its tokens is walked as far as the text goes on along its bra
 grow best first, by the drafter's own probability of a branch, so one of 15 drafts lies within one of 31. A row of kind
 
 - "tree" has so many `drafts` in the tree of every step, its rows the target's own tokens;
-- "candidates" has all that a selector can choose from: no tree over these candidates, however large, goes further;
+- "candidates" has all that a selector can choose from: no tree over these candidates, however large, goes further in a
+  step, however it is judged;
 - "chain" is what is served: one drawn chain, judged by p and q, on the same prompts and seeds.
 
 `acceptance_length` is tokens per step with the target's own; `low` and `high` are its 95 % bootstrap interval over
@@ -69,6 +70,7 @@ def main(arguments: Sequence[str]) -> int:
     target = load_target(options.model, dtype=options.dtype, device="cpu")
     drafter = load_drafter(options.draft_model, target)
     sets = read_sets(options.sets, target.tokenizer, vocab_size=target.contract.vocab_size, limit=options.num_prompts)
+    require_selector(drafter)
     rows = [row for one in sets for row in set_rows(one, target, drafter, options)]
     print(text_table(rows))
     facts = [options.dtype, f"linear mode {target.linear_mode}", name_of(options.draft_model)]
@@ -90,6 +92,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.temperature <= 0:
         parser.error("--temperature has to be above 0: greedy text is one branch")
+    if options.max_tokens < 2:
+        parser.error("--max-tokens has to be at least 2: the first token comes from the prompt, not from a step")
     return options
 
 
@@ -117,7 +121,7 @@ def set_rows(
         for size, parts in reached.items()
     ]
     served = [result.trace.records for result in answer(prompt_set, target, drafter, options)]
-    counts = [(sum(1 + record.num_accepted for record in records), len(records)) for records in served]
+    counts = [(sum(len(record.emitted_ids) for record in records), len(records)) for records in served]
     return [*rows, {**head, "kind": "chain", "drafts": drafter.num_draft_tokens, **_lengths(counts)}]
 
 
@@ -150,23 +154,14 @@ def answer(
 
 
 def lattices(target: LoadedTarget, drafter: LoadedDrafter, ids: Sequence[int], anchors: Sequence[int]) -> list[Lattice]:
-    """What the drafter offers behind every anchor of a text, by the engine's own parts.
-
-    Raises:
-        CompatibilityError: the drafter does not score candidates after each other.
-    """
+    """What the drafter offers behind every anchor of a text, by the engine's own parts."""
     import torch
 
-    from paceline.models.drafters.dflash2 import DFlash2Drafter
     from paceline.training.serving_pass import ServingPass
 
-    model = drafter.model
-    if not isinstance(model, DFlash2Drafter):
-        raise CompatibilityError(
-            f"a drafter of family {drafter.contract.family!r} has no selector; trees are grown from its candidates"
-        )
     if not anchors:
         return []
+    model = require_selector(drafter)
     served = ServingPass(target, drafter, max_tokens=len(ids) + 1)(ids, anchors)
     anchor_ids_A = torch.tensor([ids[anchor] for anchor in anchors])
     found: list[Lattice] = []
@@ -174,6 +169,21 @@ def lattices(target: LoadedTarget, drafter: LoadedDrafter, ids: Sequence[int], a
         for hidden_AKD, some_A in zip(served.hidden_AKD.split(_PORTION), anchor_ids_A.split(_PORTION), strict=True):
             found += _score(model, target, hidden_AKD, some_A)
     return found
+
+
+def require_selector(drafter: LoadedDrafter) -> DFlash2Drafter:
+    """The drafter's network.
+
+    Raises:
+        CompatibilityError: it does not score candidates after each other.
+    """
+    from paceline.models.drafters.dflash2 import DFlash2Drafter
+
+    if not isinstance(drafter.model, DFlash2Drafter):
+        raise CompatibilityError(
+            f"a drafter of family {drafter.contract.family!r} has no selector; trees are grown from its candidates"
+        )
+    return drafter.model
 
 
 def _score(model: DFlash2Drafter, target: LoadedTarget, hidden_AKD: Tensor, anchor_ids_A: Tensor) -> list[Lattice]:

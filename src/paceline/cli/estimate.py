@@ -70,12 +70,18 @@ def estimate_run(run: TrainRun, *, offline: bool) -> dict[str, object]:
     from paceline.checkpoint.locate import locate_target
     from paceline.checkpoint.target_config import read_target_contract
     from paceline.checkpoint.tokenizer import open_tokenizer
+    from paceline.training.continuing import open_start, read_history, require_apart
     from paceline.training.contract import drafter_contract
     from paceline.training.data import join, read_conversations, split_held_out
 
     path = locate_target(run.target.name, offline=offline)
     target = read_target_contract(path, run.target.name)
     drafter = drafter_contract(run, target)
+    start = run.drafter.start_from
+    if start is not None:
+        require_apart(run.output, start)
+        open_start(start, drafter, target)
+        read_history(run, start)
     reads_chats = any(file.suffix == ".jsonl" for file in run.data.files)
     tokenizer = open_tokenizer(path) if reads_chats else None
     encoder = tokenizer if tokenizer is not None and tokenizer.has_chat_template else None
@@ -146,8 +152,9 @@ def memory_terms(
     from paceline.models.loading import resolve_dtype
 
     is_gpu = _is_gpu(run.device)
-    activation = 2 if is_gpu else 4
     weight = resolve_dtype(run.target.dtype, torch.device("cuda" if is_gpu else "cpu")).itemsize
+    is_mixed = is_gpu or weight < 4
+    activation = 2 if is_mixed else 4
     trained, width, layers = num_drafter_parameters(drafter), drafter.hidden_size, drafter.num_layers
     rows, length = run.schedule.batch_size, run.data.max_length
     anchors = min(run.schedule.num_anchors, mean_length)
@@ -166,7 +173,7 @@ def memory_terms(
         "drafter_values": trained * 4,
         "drafter_gradients": trained * 4,
         "drafter_moments": trained * 8,
-        "drafter_cast": trained * 2 if is_gpu else 0,  # the bf16 copies that autocast makes
+        "drafter_cast": trained * 2 if is_mixed else 0,  # the bf16 copies that autocast makes
         "step_features": rows * length * kept_per_token * activation,
         "step_target_layer": rows * length * (4 * target.hidden_size + 3 * target.intermediate_size) * activation,
         "step_context": rows * length * read_per_token * activation,

@@ -41,6 +41,8 @@ class AsyncEngine:
         canary: "start" refuses to serve with a drafter until the canary has passed; see `start_checks.py`.
         most_waiting_deltas: of a request whose reader is slow; further ones are joined to the last.
         most_failures: steps in a row that may fail; with the last of them the engine is dead.
+        freezes_heap: keep what was loaded out of garbage collections while it serves, so that no token waits for a full
+            one. For a process that lives with its engines and stops them; see `frozen_heap.py`.
 
     Raises:
         ConfigError: a value is impossible.
@@ -53,6 +55,7 @@ class AsyncEngine:
         canary: CanaryMode = "start",
         most_waiting_deltas: int = 64,
         most_failures: int = 3,
+        freezes_heap: bool = False,
     ) -> None:
         if canary not in CANARY_MODES:
             raise ConfigError(f"canary is {canary!r}, not one of {', '.join(map(repr, CANARY_MODES))}")
@@ -61,6 +64,7 @@ class AsyncEngine:
                 raise ConfigError(f"{name} is {value}; it has to be at least 1")
         self._make_engine, self._canary = make_engine, canary
         self._most_waiting, self._most_failures = most_waiting_deltas, most_failures
+        self._freezes_heap = freezes_heap
         self._thread: EngineThread | None = None
         self._end_with_me: weakref.finalize[..., AsyncEngine] | None = None
 
@@ -79,7 +83,12 @@ class AsyncEngine:
             await self.stop()  # what is left of an engine that died or is stopping
             thread = self._thread
         if thread is None:
-            thread = EngineThread(self._make_engine, canary=self._canary, most_failures=self._most_failures)
+            thread = EngineThread(
+                self._make_engine,
+                canary=self._canary,
+                most_failures=self._most_failures,
+                freezes_heap=self._freezes_heap,
+            )
             self._thread = thread
             self._end_with_me = weakref.finalize(self, _end, thread)  # at the exit of the process, too
             thread.start()

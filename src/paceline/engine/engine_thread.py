@@ -10,6 +10,7 @@ the next step. After a few failures in a row the engine is dead: all streams rai
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -110,6 +111,7 @@ class EngineThread:
         make_engine: called on the thread.
         canary: "start" refuses to serve with a drafter until the engine has passed its canary.
         most_failures: steps in a row that may fail; with the last of them the engine is dead.
+        freezes_heap: keep what was loaded out of garbage collections while it serves; see `frozen_heap.py`.
 
     Attributes:
         started: is given None once requests can be served, or the error that prevented it.
@@ -119,8 +121,16 @@ class EngineThread:
         last_report: of the newest canary.
     """
 
-    def __init__(self, make_engine: Callable[[], ServedEngine], *, canary: CanaryMode, most_failures: int) -> None:
+    def __init__(
+        self,
+        make_engine: Callable[[], ServedEngine],
+        *,
+        canary: CanaryMode,
+        most_failures: int,
+        freezes_heap: bool = False,
+    ) -> None:
         self._make_engine, self._canary, self._most_failures = make_engine, canary, most_failures
+        self._freezes_heap = freezes_heap
         self.phase: Phase = "starting"
         self.error: BaseException | None = None
         self.last_report: CanaryReport | None = None
@@ -251,7 +261,7 @@ class EngineThread:
             self._check_at_start(engine)
             if self._begins_to_serve():
                 self.started.set_result(None)
-                with frozen_heap():
+                with frozen_heap() if self._freezes_heap else contextlib.nullcontext():
                     self._serve(engine)
         except BaseException as error:
             if self.started.done():

@@ -2,6 +2,9 @@
 
 Modules, models and compiled kernels are some hundred thousand objects that live as long as the engine. A full
 collection walks all of them, between two tokens of everybody, and finds nothing. Frozen they are not walked.
+
+The price: what is frozen and in a cycle is not collected before an engine ends, so this is for processes that live
+with their engines and stop them (`AsyncEngine(freezes_heap=True)`).
 """
 
 from __future__ import annotations
@@ -14,27 +17,33 @@ from collections.abc import Iterator
 # The heap is the process's, and so is the number of those who want it frozen.
 _lock = threading.Lock()
 _num_holders = 0
-_is_ours = False
+_num_frozen: int | None = None  # by us; None where the process has frozen its heap by itself
 
 
 @contextlib.contextmanager
 def frozen_heap() -> Iterator[None]:
-    """Freeze what is alive, until the last of those who asked for it is done.
+    """Freeze what is alive; at the end it is thawed, and frozen anew for those who still want it.
 
-    Where the process has frozen its heap by itself, it stays as the process left it.
+    Where the process freezes its heap by itself, before or meanwhile, it stays as the process left it.
     """
-    global _num_holders, _is_ours
+    global _num_holders, _num_frozen
     with _lock:
         if _num_holders == 0:
-            _is_ours = gc.get_freeze_count() == 0
-            if _is_ours:
-                gc.collect()  # what is garbage already would be kept
-                gc.freeze()
+            _num_frozen = None if gc.get_freeze_count() else _freeze()
         _num_holders += 1
     try:
         yield
     finally:
         with _lock:
             _num_holders -= 1
-            if _num_holders == 0 and _is_ours:
+            if _num_frozen is not None and gc.get_freeze_count() > _num_frozen:
+                _num_frozen = None  # somebody else has frozen more
+            if _num_frozen is not None:
                 gc.unfreeze()
+                _num_frozen = _freeze() if _num_holders else None
+
+
+def _freeze() -> int:
+    gc.collect()  # what is garbage already would be kept
+    gc.freeze()
+    return gc.get_freeze_count()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,25 +15,27 @@ import torch
 from paceline.checkpoint.compatibility import complete_contract
 from paceline.checkpoint.contract import DrafterContract, TargetContract
 from paceline.checkpoint.dialects import read_drafter
+from paceline.checkpoint.dialects.files import CONFIG_FILE, DrafterFiles
 from paceline.checkpoint.export import PROVENANCE_FILE
 from paceline.checkpoint.locate import read_json
 from paceline.checkpoint.names import drafter_destinations
 from paceline.checkpoint.weights import load_strict
 from paceline.configuration.run import TrainRun
-from paceline.errors import ConfigError
+from paceline.errors import CheckpointError, ConfigError
 from paceline.models.building import empty_drafter
 from paceline.models.drafters.table import Drafter
 from paceline.models.weight_copy import copy_weight
 from paceline.training.provenance import file_hashes
 
+_log = logging.getLogger(__name__)
+
+_RUN_DRAFTER = "drafter"  # where a run exports it, in its output
 # What may differ: where a drafter lies, which target it was made for, how its files are written and its drafts drawn.
 _FREE = ("origin", "target_name", "dtype", "draft_sample_method", "quantization")
 
 
-def continued_drafter(folder: Path, contract: DrafterContract, target: TargetContract) -> Drafter:
-    """A stored drafter as float32 masters on the CPU.
-
-    Its fingerprint is not replayed: going on for another version of its target is what this is for.
+def open_start(folder: Path, contract: DrafterContract, target: TargetContract) -> DrafterFiles:
+    """Open the folder of a drafter to go on from; no weight is read.
 
     Args:
         folder: of any layout that can be served.
@@ -41,6 +45,12 @@ def continued_drafter(folder: Path, contract: DrafterContract, target: TargetCon
         CheckpointError: missing, damaged, incomplete or unsupported files.
         ConfigError: the drafter has another shape than the run asks for; every difference is listed.
     """
+    if not (folder / CONFIG_FILE).is_file() and (folder / _RUN_DRAFTER).is_dir():
+        raise CheckpointError(
+            "drafter.start_from is the folder of a run, which holds its drafter in a folder of its own",
+            origin={"drafter.start_from": folder},
+            hint=f"drafter.start_from={folder / _RUN_DRAFTER}",
+        )
     files = read_drafter(folder)
     found = complete_contract(files.contract, target)
     differences = [
@@ -49,11 +59,24 @@ def continued_drafter(folder: Path, contract: DrafterContract, target: TargetCon
         if field.name not in _FREE and getattr(found, field.name) != getattr(contract, field.name)
     ]
     if differences:
+        hint = "settings of [drafter] as that drafter has them, or a run without start_from"
+        if found.has_own_embedding or found.has_mask_embedding:
+            hint = "a drafter without input rows of its own, which training does not keep"
         raise ConfigError(
             "drafter.start_from is of another shape: " + "; ".join(differences),
             origin={"drafter.start_from": folder},
-            hint="settings of [drafter] as that drafter has them, or a run without start_from",
+            hint=hint,
         )
+    return files
+
+
+def continued_drafter(folder: Path, contract: DrafterContract, target: TargetContract) -> Drafter:
+    """A stored drafter as float32 masters on the CPU.
+
+    Its fingerprint is not replayed: going on for another version of its target is what this is for. Arguments and
+    errors are those of `open_start`.
+    """
+    files = open_start(folder, contract, target)
     drafter = empty_drafter(contract, torch.float32, torch.device("cpu"))
     destinations = drafter_destinations(contract)
     parameters = drafter.checkpoint_parameters()
@@ -75,33 +98,80 @@ class Start:
     history: Mapping[str, object]
 
 
-def start_of(run: TrainRun, folder: Path, drafter: Drafter) -> Start:
-    """Which drafter a run goes on from, for its record.
+def read_history(run: TrainRun, folder: Path) -> Mapping[str, object]:
+    """The record of the runs that a drafter comes from, where this run holds out what they did.
+
+    Whole files are compared: one that was written anew, or has grown since, is another.
 
     Args:
-        run: its data must leave alone what that drafter's runs left alone.
+        run: its data must be held out as that drafter's runs held it out.
         folder: of the drafter.
-        drafter: as `continued_drafter` read it.
     Raises:
-        ConfigError: the run would learn conversations that a run before it held out. Whatever is measured on them
-            afterwards would be better than it is, and nothing else would tell.
+        CheckpointError: the record beside the drafter is none.
+        ConfigError: the run would learn conversations that a run before it held out, or measure on those that it had
+            learnt. Either looks better than it is, and nothing else would tell.
     """
     file = folder / PROVENANCE_FILE
-    history: Mapping[str, object] = read_json(file) if file.is_file() else {}
+    history: Mapping[str, object] = _finite(file) if file.is_file() else {}
     hashes = file_hashes(run.data.files)
+    is_recorded = False
     for earlier in _runs(history):
         known, kept = earlier.get("data.files"), earlier.get("data.hold_out")
-        if not (isinstance(known, Mapping) and isinstance(kept, int)) or run.data.hold_out >= kept:
+        if not (isinstance(known, Mapping) and isinstance(kept, int)):
             continue
+        is_recorded = True
         shared = [name for name, digest in hashes.items() if digest in known.values()]
-        if shared:
+        if shared and run.data.hold_out != kept:
+            what = "learn conversations of {} that were" if run.data.hold_out < kept else "measure on those of {} not"
             raise ConfigError(
                 f"drafter.start_from was trained with data.hold_out {kept}; with {run.data.hold_out} this run would "
-                f"learn conversations of {', '.join(shared)} that are held out to measure drafters on",
+                f"{what.format(', '.join(shared))} held out then",
                 origin={"drafter.start_from": folder},
                 hint=f"data.hold_out={kept}",
             )
-    return Start(_digest(drafter), history)
+    if not is_recorded:
+        _log.warning(
+            "%s does not say what it was trained on: what this run measures on may have been learnt before", folder
+        )
+    return history
+
+
+def start_of(run: TrainRun, folder: Path, drafter: Drafter) -> Start:
+    """Which drafter a run goes on from, for its record; errors are those of `read_history`.
+
+    Args:
+        run: settings.
+        folder: of the drafter.
+        drafter: as `continued_drafter` read it.
+    """
+    return Start(_digest(drafter), read_history(run, folder))
+
+
+def require_apart(output: Path, start: Path) -> None:
+    """Refuse a run that would write into the drafter that it goes on from.
+
+    Raises:
+        ConfigError: the output is that folder, or lies in it.
+    """
+    if output.resolve().is_relative_to(start.resolve()):
+        raise ConfigError(
+            f"output {output} lies in drafter.start_from {start}",
+            hint="a folder of its own; the drafter that a run goes on from stays as it is",
+        )
+
+
+def _finite(file: Path) -> dict[str, object]:
+    """A record that can be written again.
+
+    Raises:
+        CheckpointError: it is no JSON object, or holds NaN or infinity, which the export could not write.
+    """
+    found: dict[str, object] = read_json(file)
+    try:
+        json.dumps(found, allow_nan=False)
+    except ValueError as error:
+        raise CheckpointError(f"{file} holds a number that JSON does not have: {error}") from error
+    return found
 
 
 def _runs(history: Mapping[str, object]) -> Iterator[Mapping[str, object]]:

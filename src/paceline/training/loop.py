@@ -147,6 +147,8 @@ class _Run:
         )
         start_sha256 = None if parts.start is None else parts.start.weights_sha256
         self.identity = run_identity(run, parts.data.train, target.model, start_sha256)
+        if self.settings.mixed_precision and ranks.device.type == "cpu":
+            self.identity["products"] = "bfloat16"  # as of a GPU; runs of before computed in float32
         self.checkpoints = run.output / "checkpoints"
         self.sinks: Sinks | None = None
         self._measured: Mapping[str, object] = {}  # the newest row of held-out acceptance

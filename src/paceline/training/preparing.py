@@ -140,6 +140,6 @@ def _step_settings(run: TrainRun, contract: DrafterContract, ranks: Ranks, featu
         num_anchors=run.schedule.num_anchors,
         clip_norm=run.optimizer.clip_norm,
         # States meet the target's head in its dtype, and the drafter's masters right behind it.
-        mixed_precision=ranks.device.type == "cuda" or features.head_VD.dtype == torch.bfloat16,
+        mixed_precision=ranks.device.type == "cuda" or features.head_VD.dtype != torch.float32,
         flex=choose_attention(run, contract, ranks.device, ranks.size),
     )

@@ -17,11 +17,16 @@ from paceline.training.data import Conversations
 
 
 def file_hashes(files: Sequence[Path]) -> dict[str, str]:
-    """SHA-256 of every data file by name; of a captured folder, of its manifest, which holds those of the shards."""
-    hashes = {}
+    """SHA-256 of every data file by name; of a captured folder, of its manifest, which holds those of the shards.
+
+    Files of one name are told apart by their order: "data.npz", "data.npz (2)".
+    """
+    hashes: dict[str, str] = {}
     for path in files:
+        taken = sum(name == path.name or name.startswith(f"{path.name} (") for name in hashes)
         with (path / MANIFEST_FILE if path.is_dir() else path).open("rb") as file:
-            hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        hashes[f"{path.name} ({taken + 1})" if taken else path.name] = digest
     return hashes
 
 

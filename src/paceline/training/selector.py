@@ -60,7 +60,7 @@ def selector_loss(
         kl: weight of KL(target || selector), both over the candidates alone.
         ce: weight of cross-entropy to the label.
         l1: weight of sum |p - q| with the target's p over the whole vocabulary: what the selector does not offer has
-            q = 0. It is twice the share of drafts that sampling refuses.
+            q = 0. But for labels that were put in, it is twice the share of drafts that sampling refuses.
     Returns:
         The sum, float32, differentiable; and bool [R], whether the drafter's own candidates hold the label and score it
         best.

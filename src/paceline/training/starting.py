@@ -12,7 +12,7 @@ from paceline.models.building import empty_drafter, initialise_drafter
 from paceline.models.drafters.eagle3 import Eagle3Drafter
 from paceline.models.drafters.table import Drafter
 from paceline.models.loading import LoadedTarget
-from paceline.training.continuing import continued_drafter
+from paceline.training.continuing import continued_drafter, require_apart
 from paceline.training.data import Conversations
 from paceline.training.vocabulary import most_frequent_ids, require_coverage, vocabulary_of
 
@@ -35,6 +35,7 @@ def starting_drafter(
         ConfigError: that is of another shape; or the ids that are drafted cover too little of the data.
     """
     if run.drafter.start_from is not None:
+        require_apart(run.output, run.drafter.start_from)
         drafter = continued_drafter(run.drafter.start_from, contract, target.contract)
         if drafter.vocabulary.target_ids_V is not None:
             ids_V = drafter.vocabulary.target_ids_V

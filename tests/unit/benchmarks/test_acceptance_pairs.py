@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks import prompt_sets
+from benchmarks import acceptance_pairs, prompt_sets
 from benchmarks.acceptance_pairs import Counts, joined, main, make_rows, parse
 from tests import tiny
 from tests.fakes import ByteTokenizer
 
+from paceline.engine.engine import Engine
+from paceline.engine.request import RequestResult
+from paceline.engine.sampling import SamplingParameters
 from paceline.errors import EXIT_DONE, ConfigError, DataError
 from paceline.evaluation.statistics import bootstrap_ratio
 from paceline.models import loading
@@ -76,6 +79,30 @@ def test_options_that_contradict(arguments: list[str], problem: str, capsys: pyt
     with pytest.raises(SystemExit, match="2"):
         parse(arguments)
     assert problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("temperature", [None, 0.7])
+def test_answers_are_of_the_temperature_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: float | None
+) -> None:
+    target, drafter = tiny.loaded(tokenizer=ByteTokenizer())
+    monkeypatch.setattr(loading, "load_target", lambda *_, **__: target)
+    monkeypatch.setattr(loading, "load_drafter", lambda *_, **__: drafter)
+    served: list[SamplingParameters] = []
+
+    def serve(engine: Engine, prompts: Any, samplings: list[SamplingParameters], label: str) -> list[RequestResult]:
+        served.extend(samplings)
+        return engine.generate([list(prompt) for prompt in prompts], samplings)
+
+    monkeypatch.setattr(acceptance_pairs, "serve", serve)
+    monkeypatch.setattr(prompt_sets, "NUM_HELD_OUT", 2)
+    tokens = np.array(tiny.tiny_prompts([20])[0], np.uint16)
+    np.savez(tmp_path / "talk.npz", tokens=tokens, prompt_len=np.array([4, 5]), response_len=np.array([6, 5]))
+    command = ["--draft-model", "x/new", "--over", "x/old", "--set", f"talk={tmp_path / 'talk.npz'}", "--threads", "1"]
+    command += ["--dtype", "float32", "--max-tokens", "6", "--seed", "3", "--out", str(tmp_path)]
+    assert main([*command, *([] if temperature is None else ["--temperature", str(temperature)])]) == EXIT_DONE
+    assert [(one.temperature, one.seed) for one in served] == [(temperature or 0.0, 3), (temperature or 0.0, 4)] * 2
+    assert json.loads((tmp_path / "acceptance-pairs.json").read_text())["settings"]["temperature"] == (temperature or 0)
 
 
 def test_both_drafters_are_served_the_same_prompts(

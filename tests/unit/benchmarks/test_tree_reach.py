@@ -6,6 +6,8 @@ import itertools
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +16,11 @@ from benchmarks.prompt_sets import PromptSet
 from benchmarks.tree_reach import Lattice, depths, main, parse
 from tests import tiny
 
+from paceline.engine.engine import Engine
+from paceline.engine.sampling import SamplingParameters
 from paceline.errors import CompatibilityError
 from paceline.models import loading
+from paceline.training.serving_pass import ServingPass
 
 
 def log(*shares: float) -> list[float]:
@@ -76,10 +81,71 @@ def test_table_and_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsy
     assert "candidates" in capsys.readouterr().out
 
 
+def test_a_table_has_a_row_per_token_before() -> None:
+    """As the walk scores them: after each candidate of the draft before, from the block's own states and the anchor."""
+    target, drafter = tiny.loaded(drafter_family="dflash2")
+    model = tree_reach.require_selector(drafter)
+    selector, (text,) = model.candidate_selector, tiny.tiny_prompts([9])
+    anchors = range(4, 8)
+    served = ServingPass(target, drafter, max_tokens=len(text) + 1)(text, anchors)
+    for anchor, lattice, hidden_KD in zip(
+        anchors, tree_reach.lattices(target, drafter, text, anchors), served.hidden_AKD, strict=True
+    ):
+        logits_KV = model.logits(hidden_KD, target.model)
+        for k, before in enumerate([[text[anchor]], *lattice.ids[:-1]]):
+            ids = lattice.ids[k]
+            assert set(ids) == set(logits_KV[k].topk(len(ids)).indices.tolist())
+            for row, token in enumerate(before):
+                edge = selector.predecessor_codebook[token] * selector.hidden_projection(hidden_KD[k])
+                scores = logits_KV[k, ids] + selector.successor_codebook[ids] @ edge
+                table = lattice.first if k == 0 else lattice.later[k - 1][row]
+                assert table == pytest.approx(scores.log_softmax(0).tolist(), abs=1e-4)
+
+
+def test_steps_are_counted_as_texts_are_walked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answer 1 2 3 4 5 6 behind prompt 9: two drafts a block, the best branch right behind 1 and 4, wrong behind 3."""
+    tables = [log(0.9, 0.1), log(0.9, 0.1)]
+    right = Lattice([[2, 8], [3, 8]], log(0.9, 0.1), [tables])
+    wrong = Lattice([[8, 7], [8, 7]], log(0.9, 0.1), [tables])
+    last = Lattice([[5, 8], [6, 8]], log(0.9, 0.1), [tables])
+    by_anchor = {1: right, 2: wrong, 3: wrong, 4: last, 5: last}
+    asked: list[float] = []
+
+    def lattices(target: Any, drafter: Any, ids: list[int], anchors: range) -> list[Lattice]:
+        assert ids == [9, 1, 2, 3, 4, 5, 6] and list(anchors) == [1, 2, 3, 4, 5]
+        return [by_anchor[anchor] for anchor in anchors]
+
+    def serve(engine: Engine, prompts: Any, samplings: list[SamplingParameters], label: str) -> list[SimpleNamespace]:
+        asked.extend(sampling.temperature for sampling in samplings)
+        # As delivered: the last step of the chain kept two drafts, and the budget cut one token off.
+        records = [
+            SimpleNamespace(emitted_ids=(2, 3, 4), num_accepted=2),
+            SimpleNamespace(emitted_ids=(5, 6), num_accepted=2),
+        ]
+        return [SimpleNamespace(token_ids=(1, 2, 3, 4, 5, 6), trace=SimpleNamespace(records=records))]
+
+    monkeypatch.setattr(tree_reach, "lattices", lattices)
+    monkeypatch.setattr(tree_reach, "serve", serve)
+    target, drafter = tiny.loaded(drafter_family="dflash2")
+    options = parse(["--set", "own=x.jsonl", "--drafts", "1", "2", "--temperature", "0.5"])
+    rows = tree_reach.set_rows(PromptSet("own", ((9,),)), target, drafter, options)
+    # One draft: 2 is right, so 3 is the target's; 4 after a miss; 5 is right, so 6. Two drafts: 2, 3, then 4; 5, 6.
+    assert [(row["acceptance_length"], row["steps"]) for row in rows] == [
+        (5 / 3, 3),
+        (5 / 2, 2),
+        (5 / 2, 2),
+        (5 / 2, 2),
+    ]
+    assert asked == [0.5, 0.5]
+
+
 def test_what_cannot_be_asked(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["--set", "own=x.jsonl", "--temperature", "0"])
     assert "greedy text is one branch" in capsys.readouterr().err
-    target, drafter = tiny.loaded()
+    _, drafter = tiny.loaded()
     with pytest.raises(CompatibilityError, match="has no selector"):
-        tree_reach.lattices(target, drafter, [1, 2, 3], range(1, 2))
+        tree_reach.require_selector(drafter)
+    with pytest.raises(SystemExit):
+        parse(["--set", "own=x.jsonl", "--max-tokens", "1"])
+    assert "at least 2" in capsys.readouterr().err

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -31,6 +33,34 @@ def test_it_is_frozen_until_the_last_is_done() -> None:
             pass
         assert gc.get_freeze_count() > 1000
     assert gc.get_freeze_count() == 0
+
+
+def test_what_only_one_that_ended_held_goes_with_it() -> None:
+    """New engines start before old ones stop, again and again: what nobody needs any more must not pile up."""
+
+    class Model:
+        def __init__(self) -> None:
+            self.me = self  # a cycle, as every module is one with its hooks
+
+    first, second = contextlib.ExitStack(), contextlib.ExitStack()
+    model = Model()
+    seen = weakref.ref(model)
+    first.enter_context(frozen_heap())
+    second.enter_context(frozen_heap())
+    del model
+    assert gc.collect() >= 0 and seen() is not None, "frozen, or the test shows nothing"
+    first.close()
+    assert seen() is None and gc.get_freeze_count() > 1000
+    second.close()
+
+
+def test_what_the_process_freezes_meanwhile_stays_frozen() -> None:
+    with frozen_heap():
+        more = [[number] for number in range(100_000)]
+        gc.freeze()
+        assert len(more) == 100_000
+    assert gc.get_freeze_count() > 1000
+    gc.unfreeze()
 
 
 def test_garbage_is_not_kept() -> None:
@@ -63,14 +93,16 @@ def test_what_the_process_froze_stays_frozen() -> None:
     gc.unfreeze()
 
 
-def test_an_engine_that_serves_is_frozen_and_one_that_ended_is_not() -> None:
+@pytest.mark.parametrize("freezes_heap", [True, False])
+def test_an_engine_that_serves_freezes_the_heap_where_it_is_told_to(freezes_heap: bool) -> None:
     target, drafter = tiny.loaded()
 
     async def serve() -> int:
-        async with AsyncEngine(lambda: Engine(target, drafter, EngineSettings()), canary="off") as engine:
+        made = AsyncEngine(lambda: Engine(target, drafter, EngineSettings()), canary="off", freezes_heap=freezes_heap)
+        async with made as engine:
             (prompt,) = tiny.tiny_prompts([5])
             async for _ in engine.generate(prompt, SamplingParameters(max_tokens=4)):
                 pass
             return gc.get_freeze_count()
 
-    assert asyncio.run(serve()) > 1000
+    assert (asyncio.run(serve()) > 1000) is freezes_heap

@@ -82,10 +82,10 @@ def test_a_resume_needs_the_same_weights_wherever_they_lie(target: LoadedTarget,
     before = state(run, 20)
     assert train(again, target, resume=True).is_finished
     assert all(torch.equal(value, before[name]) for name, value in state(again, 20).items())
-    other = write_drafter(tmp_path / "other", target, num_layers=1, intermediate_size=32, target_layer_ids=(0, 2))
-    for start in (str(other), None):
+    other = train(settings(tmp_path / "other", data, seed=1), target)
+    for start in (str(other.drafter), None):
         wrong = settings(tmp_path / "second", data, drafter_start_from=start)
-        with pytest.raises(ConfigError):
+        with pytest.raises(ConfigError, match="start_weights_sha256"):
             train(wrong, target, resume=True)
 
 
@@ -103,8 +103,10 @@ def test_what_was_held_out_stays_held_out(target: LoadedTarget, tmp_path: Path, 
     """Through a chain of runs, and only in files that they share."""
     first = train(settings(tmp_path / "first", data, data_hold_out=6), target)
     fewer = {"data_hold_out": 4, "drafter_start_from": str(first.drafter)}
-    with pytest.raises(ConfigError, match=r"hold_out 6; with 4 this run would learn conversations of data\.npz"):
+    with pytest.raises(ConfigError, match=r"hold_out 6; with 4 this run would learn conversations of data\.npz that"):
         train(settings(tmp_path / "second", data, **fewer), target)
+    with pytest.raises(ConfigError, match=r"with 8 this run would measure on those of data\.npz not held out then"):
+        train(settings(tmp_path / "second", data, **(fewer | {"data_hold_out": 8})), target)
     other = write_token_file(tmp_path / "other.npz", random_rows(24, 20, vocab_size=400, seed=1), num_prompt_tokens=4)
     second = train(settings(tmp_path / "second", other, **fewer), target)
     assert second.is_finished
@@ -112,6 +114,52 @@ def test_what_was_held_out_stays_held_out(target: LoadedTarget, tmp_path: Path, 
     with pytest.raises(ConfigError, match="hold_out 6"):
         train(settings(tmp_path / "third", data.rename(tmp_path / "renamed.npz"), **fewer), target)
     assert not (tmp_path / "third").exists()
+
+
+def test_files_of_one_name_are_told_apart(target: LoadedTarget, tmp_path: Path, data: Path) -> None:
+    (tmp_path / "there").mkdir()
+    rows = random_rows(24, 20, vocab_size=400, seed=1)
+    namesake = write_token_file(tmp_path / "there" / "data.npz", rows, num_prompt_tokens=4)
+    both = {"data_files": [str(data), str(namesake)], "data_hold_out": 6}
+    first = train(settings(tmp_path / "first", data, **both), target)
+    for index, file in enumerate((data, namesake)):
+        with pytest.raises(ConfigError, match="hold_out 6; with 4"):
+            run = settings(tmp_path / f"next-{index}", file, drafter_start_from=str(first.drafter), data_hold_out=4)
+            train(run, target)
+
+
+def test_a_drafter_without_a_record_is_taken_with_a_warning(
+    target: LoadedTarget, tmp_path: Path, data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = train(settings(tmp_path / "first", data), target)
+    assert first.drafter is not None
+    record = first.drafter / "provenance.json"
+    known = json.loads(record.read_text())
+    record.write_text(json.dumps(known | {"step": float("nan")}))
+    run = settings(tmp_path / "second", data, drafter_start_from=str(first.drafter))
+    with pytest.raises(CheckpointError, match="a number that JSON does not have"):
+        train(run, target)
+    record.unlink()
+    assert "does not say what it was trained on" not in caplog.text
+    assert train(run, target).is_finished
+    assert "does not say what it was trained on" in caplog.text
+
+
+def test_folders_that_are_mixed_up_are_told(target: LoadedTarget, tmp_path: Path, data: Path) -> None:
+    first = train(settings(tmp_path / "first", data), target)
+    assert first.drafter is not None
+    for output in (first.drafter, first.drafter / "next"):
+        with pytest.raises(ConfigError, match=r"lies in drafter\.start_from"):
+            train(settings(output, data, drafter_start_from=str(first.drafter)), target)
+    with pytest.raises(CheckpointError, match="the folder of a run") as caught:
+        train(settings(tmp_path / "second", data, drafter_start_from=str(tmp_path / "first")), target)
+    assert str(first.drafter) in str(caught.value.hint)
+    own = write_drafter(
+        tmp_path / "own", target, num_layers=1, intermediate_size=32, target_layer_ids=(0, 2), has_own_embedding=True
+    )
+    with pytest.raises(ConfigError, match="has_own_embedding is True there") as caught:
+        train(settings(tmp_path / "second", data, drafter_start_from=str(own)), target)
+    assert "input rows of its own" in str(caught.value.hint)
 
 
 def test_a_vocabulary_that_covers_too_little_is_refused(target: LoadedTarget, tmp_path: Path, data: Path) -> None:

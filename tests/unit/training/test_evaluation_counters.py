@@ -108,12 +108,28 @@ def test_a_selectors_acceptance_is_what_sampling_would_accept(target: TargetFeat
     assert row["selector_acceptance_by_draft"] == sums(found, "selector_acceptance")
     counted, accepted = sums(found, "counted"), sums(found, "selector_acceptance")
     assert all(0.0 < value < count for value, count in zip(accepted, counted, strict=True))
+    offered = sums(found, "target_mass_in_candidates")  # p counts as it is, or more than it could be accepted
+    assert all(value <= mass for value, mass in zip(accepted, offered, strict=True))
     assert accepted != pytest.approx(sums(found, "acceptance"))
     with torch.no_grad():
         drafter.candidate_selector.predecessor_codebook.zero_()
     drafter.candidate_selector.top_k = drafter.contract.vocab_size
     found = evaluation_counters(drafter, target, texts, **OPTIONS)
     assert sums(found, "selector_acceptance") == pytest.approx(sums(found, "acceptance"), rel=1e-4)
+
+
+def test_l1_is_what_sampling_refuses_of_the_selectors_draws_too(target: TargetFeatures, texts: Conversations) -> None:
+    """Every id is offered, so no label is put in, and the selector has a say."""
+    drafter = make_drafter(**FAMILIES["dflash2"])
+    assert isinstance(drafter, DFlash2Drafter)
+    drafter.candidate_selector.top_k = drafter.contract.vocab_size
+    found = evaluation_counters(drafter, target, texts, **OPTIONS)
+    refused = {
+        name: sum(sums(found, "counted")) - sum(sums(found, name)) for name in ("acceptance", "selector_acceptance")
+    }
+    assert refused["acceptance"] != pytest.approx(refused["selector_acceptance"], rel=1e-3)
+    both = loss_of(drafter, target, texts, l1=1.0, selector=1.0)
+    assert float(both.loss_sum) == pytest.approx(2 * sum(refused.values()), rel=1e-4)
 
 
 def test_a_selector_without_a_say_walks_as_the_rows_alone(target: TargetFeatures, texts: Conversations) -> None:

@@ -87,9 +87,10 @@ def test_l1_is_what_sampling_refuses_of_the_whole_distribution() -> None:
     assert abs(wrong.item() - loss.item()) > 0.1
 
 
-def test_gradients_reach_states_and_all_of_the_selector() -> None:
+@pytest.mark.parametrize("terms", [{"kl": 0.5, "ce": 1.0}, {"kl": 0.0, "ce": 0.0, "l1": 1.0}])
+def test_gradients_reach_states_and_all_of_the_selector(terms: dict[str, float]) -> None:
     selector, (rows, head) = make_selector(), make_rows()
-    loss, _ = selector_loss(selector, rows, head, kl=0.5, ce=1.0)
+    loss, _ = selector_loss(selector, rows, head, **terms)
     loss.backward()
     for tensor in (rows.hidden_RD, *selector.parameters()):
         assert tensor.grad is not None and torch.isfinite(tensor.grad).all() and tensor.grad.abs().sum() > 0
