@@ -44,7 +44,8 @@ class TargetFeatures:
         """Taps and post-norm states of right-padded rows; padding computes, and no block may look at it."""
         taps = TapCollector.of_layers(self._layer_ids, self._stream)
         attend = sequence_attend(self._target, batch.documents_BS if batch.is_packed else None)
-        with self._layers:
+        # As it serves: inside the drafter's mixed precision a target's own float32 parts would lose theirs.
+        with torch.autocast(batch.token_ids_BS.device.type, enabled=False), self._layers:
             hidden = self._target(batch.token_ids_BS, batch.positions_BS, attend, taps)
         return Features(taps.collected(), hidden)
 

@@ -9,6 +9,7 @@ import torch
 
 from paceline.checkpoint.contract import DrafterContract
 from paceline.configuration.run import TrainRun
+from paceline.errors import ConfigError
 from paceline.models.drafters.table import Drafter
 from paceline.models.loading import LoadedTarget
 from paceline.training.attention_choice import choose_attention
@@ -94,6 +95,12 @@ def prepare_run(run: TrainRun, target: LoadedTarget, ranks: Ranks) -> RunParts:
         CheckpointError: the drafter to go on from cannot be read.
         CompatibilityError: stored features are of another target or other data.
     """
+    if target.model.norm.weight.dtype == torch.float16:
+        raise ConfigError(
+            "the target is in float16; drafters are trained in bfloat16 or float32 beside it",
+            origin={"target": target.contract.origin},
+            hint="target.dtype=bfloat16",
+        )
     ranks.require_even(run.schedule.batch_size)
     data = read_data(run, target)
     batches = StepBatches(run, data.train)
@@ -140,6 +147,6 @@ def _step_settings(run: TrainRun, contract: DrafterContract, ranks: Ranks, featu
         num_anchors=run.schedule.num_anchors,
         clip_norm=run.optimizer.clip_norm,
         # States meet the target's head in its dtype, and the drafter's masters right behind it.
-        mixed_precision=ranks.device.type == "cuda" or features.head_VD.dtype != torch.float32,
+        mixed_precision=ranks.device.type == "cuda" or features.head_VD.dtype == torch.bfloat16,
         flex=choose_attention(run, contract, ranks.device, ranks.size),
     )

@@ -97,12 +97,19 @@ def test_every_part_is_trained_and_a_resume_is_exact(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_target_in_bfloat16_is_trained_for_on_a_cpu(tmp_path: Path, data: Path, family: str) -> None:
-    """What "auto" takes on a CPU that has it, where nothing is cast for the masters."""
+    """What "auto" takes on a CPU that has it; states in the head's dtype meet masters in float32."""
     target = chat_target()
     target.model.to(torch.bfloat16)
     run = settings(tmp_path / "run", data, family, schedule_num_steps=2)
     outcome = train(run, target)
     assert outcome.drafter is not None and load_drafter(str(outcome.drafter), target).contract.dtype == "bfloat16"
+
+
+def test_a_target_in_float16_is_refused(tmp_path: Path, data: Path) -> None:
+    target = chat_target()
+    target.model.to(torch.float16)
+    with pytest.raises(ConfigError, match="the target is in float16"):
+        train(settings(tmp_path / "run", data, "dflash2"), target)
 
 
 @pytest.mark.parametrize("family", ["dflash2", "dspark", "dspark-fill-in", "eagle3", "eagle3-few-ids"])

@@ -27,6 +27,7 @@ from paceline.models.taps import TapCollector
 from paceline.training.contract import drafter_contract
 from paceline.training.data import read_conversations
 from paceline.training.feature_source import needs_last_hidden, texts_of
+from paceline.training.features import TargetFeatures
 from paceline.training.loop import train
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -111,6 +112,20 @@ def test_a_run_on_stored_features_is_the_run_beside_the_target(
     )
     with pytest.raises(CompatibilityError, match="stream"):
         train(wrong, target)
+
+
+def test_mixed_precision_is_the_drafters_alone(data: Path) -> None:
+    """What a target in bf16 computes in float32 it computes so beside a drafter, too."""
+    target = kimi_target(small_kimi_config(4, 2, vocab_size=512), dtype=torch.bfloat16)
+    batch = read_conversations(data, vocab_size=512).batch(range(4), 24)
+    features = TargetFeatures(target, (TargetLayerId(0), TargetLayerId(1)), "attn_res")
+    expected = features(batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = features(batch)
+        taken_along = target(batch.token_ids_BS, batch.positions_BS, sequence_attend(target))
+    assert torch.equal(found.hidden_BSD, expected.hidden_BSD)
+    assert all(torch.equal(one, other) for one, other in zip(found.taps, expected.taps, strict=True))
+    assert not torch.equal(taken_along, expected.hidden_BSD), "or this target shows nothing"
 
 
 def test_features_of_a_batch_are_those_of_each_text_alone(tmp_path: Path) -> None:
