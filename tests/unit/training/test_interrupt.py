@@ -116,6 +116,6 @@ def test_a_watchdog_ends_who_does_not_answer(tmp_path: Path) -> None:
 
 
 def test_the_watchdog_lets_go_of_who_answers(tmp_path: Path) -> None:
-    process = start(hang_after_a_request, tmp_path / "errors", True, 1.0)
+    process = start(hang_after_a_request, tmp_path / "errors", True, 2.0)
     process.join(20)
     assert process.exitcode == 0
