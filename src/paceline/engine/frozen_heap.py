@@ -27,6 +27,7 @@ def frozen_heap() -> Iterator[None]:
     Where the process freezes its heap by itself, before or meanwhile, it stays as the process left it.
     """
     global _num_holders, _num_frozen
+    gc.collect()  # what is garbage already would be kept
     with _lock:
         if _num_holders == 0:
             _num_frozen = None if gc.get_freeze_count() else _freeze()
@@ -38,12 +39,17 @@ def frozen_heap() -> Iterator[None]:
             _num_holders -= 1
             if _num_frozen is not None and gc.get_freeze_count() > _num_frozen:
                 _num_frozen = None  # somebody else has frozen more
-            if _num_frozen is not None:
+            is_ours = _num_frozen is not None
+            if is_ours:
                 gc.unfreeze()
-                _num_frozen = _freeze() if _num_holders else None
+                _num_frozen = 0 if _num_holders else None
+        if is_ours:
+            gc.collect()  # never under the lock: what is collected may be an engine, which ends here, too
+            with _lock:
+                if _num_holders and _num_frozen is not None:
+                    _num_frozen = _freeze()
 
 
 def _freeze() -> int:
-    gc.collect()  # what is garbage already would be kept
     gc.freeze()
     return gc.get_freeze_count()

@@ -66,7 +66,7 @@ def test_a_block_that_does_not_come_back_is_found(monkeypatch: pytest.MonkeyPatc
         release(self, request, is_spoiled=is_spoiled)
 
     monkeypatch.setattr(RequestBlocks, "release", leaks_once)
-    options = parse([*ARGUMENTS, "--minutes", "0.02"])
+    options = parse(ARGUMENTS)
     target, drafter = tiny.loaded("qwen3", drafter_family="dflash2")
     _, faults = asyncio.run(soak_module.soak(target, drafter, make_mix(options, target), options))
     assert any(fault.startswith("num_used_blocks is 1") for fault in faults)

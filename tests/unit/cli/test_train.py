@@ -141,6 +141,8 @@ def test_the_parameter_count_is_the_models_own() -> None:
         (["{run}", "seed"], 2, "not of the form"),
         (["{run}", 'data.files=["gone.npz"]'], 1, "gone.npz"),
         (["{run}", "drafter.start_from=gone"], 1, "drafter.start_from names a folder that does not exist: gone"),
+        (["{run}", "drafter.start_from={folder}", "output={folder}/new", "--dry-run"], 2, "lies in drafter.start_from"),
+        (["{run}", "drafter.start_from={folder}", "--dry-run"], 1, "{folder}"),
     ],
 )
 def test_mistakes(
@@ -151,7 +153,8 @@ def test_mistakes(
     code: int,
     part: str,
 ) -> None:
-    assert run(["train", *(argument.format(run=run_file) for argument in arguments)]) == code
+    places = {"run": run_file, "folder": run_file.parent / "target"}
+    assert run(["train", *(argument.format(**places) for argument in arguments)]) == code
     captured = capsys.readouterr()
     assert (captured.out, started) == ("", [])
-    assert part in captured.err
+    assert part.format(**places) in captured.err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 
@@ -77,6 +78,40 @@ def test_garbage_is_not_kept() -> None:
             assert not any(type(one).__name__ == "Cycle" for one in gc.get_objects())
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_engine_that_is_collected_meanwhile_can_end(inside: bool) -> None:
+    """Its finaliser waits for a thread that gives its own hold up: whoever collects must not keep that from it."""
+
+    class Owner:
+        def __init__(self) -> None:
+            self.me = self
+
+    holds, may_end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with frozen_heap():
+            holds.set()
+            may_end.wait()
+
+    def end() -> None:
+        may_end.set()
+        thread.join(5)
+        ended.append(not thread.is_alive())
+
+    ended: list[bool] = []
+    thread = threading.Thread(target=hold, daemon=True)
+    thread.start()
+    assert holds.wait(5)
+    if inside:
+        with frozen_heap():
+            weakref.finalize(Owner(), end)
+    else:
+        weakref.finalize(Owner(), end)
+        with frozen_heap():
+            pass
+    assert ended == [True]
 
 
 def test_an_error_thaws_it() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tiny_run import chat_target, random_rows, tiny_settings, write_drafter, write_token_file
+from tests.tiny_run import random_rows, tiny_settings, write_drafter, write_token_file
 from tests.unit.training.runs import exported, metrics, state
 from tests.unit.training.test_families import FAMILIES
 
@@ -20,16 +20,6 @@ from paceline.training.preparing import prepare_run
 from paceline.training.ranks import Ranks
 
 ALONE = Ranks.alone(torch.device("cpu"))
-
-
-@pytest.fixture(scope="module")
-def target() -> LoadedTarget:
-    return chat_target()
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    return write_token_file(tmp_path / "data.npz", random_rows(24, 20, vocab_size=400), num_prompt_tokens=4)
 
 
 def settings(folder: Path, data: Path, family: str = "dflash", **changes: Any) -> TrainRun:

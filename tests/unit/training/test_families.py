@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,8 @@ def test_a_target_in_bfloat16_is_trained_for_on_a_cpu(tmp_path: Path, data: Path
     run = settings(tmp_path / "run", data, family, schedule_num_steps=2)
     outcome = train(run, target)
     assert outcome.drafter is not None and load_drafter(str(outcome.drafter), target).contract.dtype == "bfloat16"
+    state = json.loads((tmp_path / "run" / "checkpoints" / "step-0000002" / "state.json").read_text())
+    assert state["identity"]["products"] == "bfloat16", "a run of before, in float32, must not be resumed in it"
 
 
 def test_a_target_in_float16_is_refused(tmp_path: Path, data: Path) -> None:
