@@ -50,6 +50,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Modules and tests stay to the end, some 700,000 objects that no collection of garbage has to walk again."""
+    if "torch" in sys.modules:
+        from tests.unwritten_memory import spoil
+
+        spoil()
     gc.collect()
     gc.freeze()
 

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from tests.unit.models.conftest import randomise
 from tests.unit.models.test_flat_layer import LAYERS, SHAPES, Layer, layer_with_convolutions, plain_layer, prepared, run
 from torch import Tensor
 
@@ -115,8 +116,9 @@ def test_gates_are_laid_out_and_kept_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_inputs_without_a_partner_stay_with_torch() -> None:
-    linear = Linear(5, 4).to(torch.bfloat16).requires_grad_(False)
-    set_linear_mode(linear, "native")
+    linear = Linear(5, 4).to(torch.bfloat16)
+    randomise(linear, 0)
+    set_linear_mode(linear.requires_grad_(False), "native")
     assert linear.native is None
     x = torch.randn(2, 5).to(torch.bfloat16)
     assert torch.equal(linear(x), torch.nn.functional.linear(x, linear.weight))

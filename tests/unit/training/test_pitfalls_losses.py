@@ -282,6 +282,7 @@ def test_confidence_learns_the_acceptance_of_the_corrected_logits(monkeypatch: p
 
 def test_confidence_sends_no_gradient_to_states_or_to_its_target() -> None:
     drafter = DSparkDrafter(dspark_contract("anchor_sampling"))
+    randomise(drafter, 1)
     head = drafter.confidence_head
     assert head is not None
     hidden, embedding = torch.randn(4, 24, requires_grad=True), torch.randn(4, 5, requires_grad=True)
