@@ -231,16 +231,18 @@ def _of_rows(drafter: Drafter, scores_RV: Tensor, teacher_RV: Tensor, labels_R: 
     """float32 [R] each: whether the best id is right, cross-entropy, KL, sum min(p, q)."""
     target_ids_V = drafter.vocabulary.target_ids_V
     columns_R = labels_R
+    all_p_RV = p_RV = teacher_RV.softmax(-1)
     if target_ids_V is not None:  # a label that counts stands among the drafted ids exactly once
         columns_R = (target_ids_V == labels_R.unsqueeze(1)).int().argmax(-1)
+        # The loss compares with what the target would say of these ids alone; sampling with what it says of all.
         teacher_RV = teacher_RV[:, target_ids_V]
+        all_p_RV, p_RV = all_p_RV[:, target_ids_V], teacher_RV.softmax(-1)
     log_q_RV, log_p_RV = scores_RV.log_softmax(-1), teacher_RV.log_softmax(-1)
-    p_RV = log_p_RV.exp()
     return [
         scores_RV.argmax(-1).eq(columns_R).float(),
         -log_q_RV.gather(1, columns_R.unsqueeze(1)).squeeze(1),
         (p_RV * (log_p_RV - log_q_RV)).sum(-1),
-        torch.minimum(p_RV, log_q_RV.exp()).sum(-1).clamp(0.0, 1.0),
+        torch.minimum(all_p_RV, log_q_RV.exp()).sum(-1).clamp(0.0, 1.0),
     ]
 
 
