@@ -70,9 +70,10 @@ def estimate_run(run: TrainRun, *, offline: bool) -> dict[str, object]:
     from paceline.checkpoint.locate import locate_target
     from paceline.checkpoint.target_config import read_target_contract
     from paceline.checkpoint.tokenizer import open_tokenizer
+    from paceline.training.batches import StepBatches
     from paceline.training.continuing import open_start, read_history, require_apart
     from paceline.training.contract import drafter_contract
-    from paceline.training.data import join, read_conversations, split_held_out
+    from paceline.training.preparing import read_data
 
     path = locate_target(run.target.name, offline=offline)
     target = read_target_contract(path, run.target.name)
@@ -85,21 +86,19 @@ def estimate_run(run: TrainRun, *, offline: bool) -> dict[str, object]:
     reads_chats = any(file.suffix == ".jsonl" for file in run.data.files)
     tokenizer = open_tokenizer(path) if reads_chats else None
     encoder = tokenizer if tokenizer is not None and tokenizer.has_chat_template else None
-    splits = [
-        split_held_out(read_conversations(file, vocab_size=target.vocab_size, encoder=encoder), run.data.hold_out)
-        for file in run.data.files
-    ]
-    train = join([learned for learned, _ in splits])
-    mean_length = float(numpy.minimum(numpy.diff(train.starts), run.data.max_length).mean())
+    data = read_data(run, target.vocab_size, encoder)
+    train, batches = data.train, StepBatches(run, data.train)
+    lengths = numpy.minimum(numpy.diff(train.starts), run.data.max_length)
+    mean_row = float(lengths.sum()) / batches.num_rows
     rows = run.schedule.batch_size * run.schedule.accumulation
-    operations = _operations_per_step(run, target, drafter, rows, mean_length)
-    terms = memory_terms(run, target, drafter, mean_length)
+    operations = _operations_per_step(run, target, drafter, rows, mean_row)
+    terms = memory_terms(run, target, drafter, mean_row)
     return {
         "num_conversations": len(train),
-        "num_held_out": sum(len(kept) for _, kept in splits),
+        "num_held_out": sum(map(len, data.held_out.values())),
         "num_supervised_tokens": train.num_supervised,
-        "mean_length_tokens": round(mean_length, 1),
-        "num_epochs": round(rows * run.schedule.num_steps / len(train), 2),
+        "mean_length_tokens": round(float(lengths.mean()), 1),
+        "num_epochs": round(rows * run.schedule.num_steps / batches.num_rows, 2),
         "num_target_parameters": num_target_parameters(target),
         "num_trained_parameters": num_drafter_parameters(drafter),
         "attention": "dense" if planned_attention(run, drafter) is None else "flex",
@@ -111,10 +110,10 @@ def estimate_run(run: TrainRun, *, offline: bool) -> dict[str, object]:
 
 
 def _operations_per_step(
-    run: TrainRun, target: TargetContract, drafter: DrafterContract, rows: int, mean_length: float
+    run: TrainRun, target: TargetContract, drafter: DrafterContract, rows: int, mean_row: float
 ) -> float:
-    tokens = rows * mean_length
-    blocks = rows * min(run.schedule.num_anchors, mean_length)
+    tokens = rows * mean_row
+    blocks = rows * min(run.schedule.num_anchors, mean_row)
     table = target.vocab_size * target.hidden_size
     body = num_active_parameters(target) - (1 if target.tie_word_embeddings else 2) * table
     joined = drafter.num_taps * drafter.target_hidden_size * drafter.hidden_size
@@ -133,9 +132,7 @@ def _operations_per_step(
     return 2 * body * tokens + 6 * (joined + keys) * tokens + 6 * layers * passed + 2 * head * head_passes * scored
 
 
-def memory_terms(
-    run: TrainRun, target: TargetContract, drafter: DrafterContract, mean_length: float
-) -> dict[str, float]:
+def memory_terms(run: TrainRun, target: TargetContract, drafter: DrafterContract, mean_row: float) -> dict[str, float]:
     """Bytes by what holds them; the last ones, `step_...` and `evaluation_...`, never exist at the same time, nor do an
     evaluation's masks and scores.
 
@@ -145,7 +142,7 @@ def memory_terms(
         run: its settings; the device is taken by its name, so that a run can be planned on another machine.
         target: its sizes.
         drafter: its sizes.
-        mean_length: tokens of a conversation.
+        mean_row: tokens of a row, a conversation or several packed ones.
     """
     import torch
 
@@ -157,7 +154,7 @@ def memory_terms(
     activation = 2 if is_mixed else 4
     trained, width, layers = num_drafter_parameters(drafter), drafter.hidden_size, drafter.num_layers
     rows, length = run.schedule.batch_size, run.data.max_length
-    anchors = min(run.schedule.num_anchors, mean_length)
+    anchors = min(run.schedule.num_anchors, mean_row)
     slots = rows * anchors * drafter.block_size + (rows * length if drafter.family == "eagle3" else 0)
     flex = planned_attention(run, drafter)
     if flex is None:

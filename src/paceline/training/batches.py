@@ -38,6 +38,11 @@ class StepBatches:
         """Batches in one pass over the data."""
         return self._order.batches_per_epoch
 
+    @property
+    def num_rows(self) -> int:
+        """Rows in one pass over the data, those of a batch that would not be full included."""
+        return self._order.num_rows
+
     def from_step(self, first_step: int) -> Generator[tuple[int, list[Batch]], None, None]:
         """Whole batches of every step from `first_step` on, the next one being read while this one trains."""
         with ThreadPoolExecutor(1) as loader:

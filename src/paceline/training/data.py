@@ -185,15 +185,22 @@ def drop_short(conversations: Conversations, *, max_length: int, min_supervised:
         min_supervised: supervised tokens before the cut that a conversation needs, besides a place for a block; 0
             leaves everything as it is.
     Raises:
-        DataError: nothing would remain.
+        DataError: nothing would remain, or no conversation has a place for a block: the run would end with the
+            weights that it began with, and a loss of 0.
     """
-    if min_supervised == 0:
-        return conversations
     lengths = np.diff(conversations.starts)
     owner = np.repeat(np.arange(len(lengths)), lengths)
     position = np.arange(len(owner)) - np.repeat(conversations.starts[:-1], lengths)
     supervised = conversations.supervised & (position < max_length)
     starts_block = supervised[:-1] & supervised[1:] & (owner[:-1] == owner[1:]) & (position[:-1] > 0)
+    if not starts_block.any():
+        raise DataError(
+            f"none of {len(lengths)} conversations has two response tokens in a row, behind a token of context, among "
+            f"its first {max_length}: there is nothing to draft",
+            hint="a larger data.max_length, or longer answers",
+        )
+    if min_supervised == 0:
+        return conversations
     count = np.bincount(owner[supervised], minlength=len(lengths))
     kept = (count >= min_supervised) & (np.bincount(owner[:-1][starts_block], minlength=len(lengths)) > 0)
     if not kept.any():
@@ -293,6 +300,11 @@ class BatchOrder:
             )
         self._lengths, self._batch_size, self._seed = lengths, batch_size, seed
         self._epoch, self._batches = -1, np.empty((0, batch_size), np.int64)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in one pass over all conversations: each is one."""
+        return len(self._lengths)
 
     @property
     def batches_per_epoch(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from paceline.models.drafters.table import Drafter
 from paceline.models.loading import LoadedTarget
 from paceline.training.attention_choice import choose_attention
 from paceline.training.batches import StepBatches
+from paceline.training.chats import ChatEncoder
 from paceline.training.continuing import Start, start_of
 from paceline.training.contract import drafter_contract
 from paceline.training.data import Conversations, drop_short, join, read_conversations, split_held_out
@@ -63,20 +65,24 @@ class RunParts:
     start: Start | None = None
 
 
-def read_data(run: TrainRun, target: LoadedTarget) -> TrainingData:
+def read_data(run: TrainRun, vocab_size: int, encoder: ChatEncoder | None) -> TrainingData:
     """Read and split every file of a run.
 
+    Args:
+        run: its settings.
+        vocab_size: of the target.
+        encoder: renders and encodes chats; None where the target has no template for them.
     Raises:
         DataError: names the file and what is wrong with it.
     """
     train, held_out = [], {}
+    names = Counter(path.name for path in run.data.files)
     for path in run.data.files:
-        encoder = target.tokenizer if target.tokenizer.has_chat_template else None
-        conversations = read_conversations(path, vocab_size=target.contract.vocab_size, encoder=encoder)
+        conversations = read_conversations(path, vocab_size=vocab_size, encoder=encoder)
         learned, kept = split_held_out(conversations, run.data.hold_out)
         train.append(learned)
-        is_taken = path.name in held_out  # two folders may hold files of one name
-        held_out[str(path) if is_taken else path.name] = kept
+        # Two folders may hold files of one name, and one of these folders may be the one that all paths start from.
+        held_out[path.name if names[path.name] == 1 else str(path)] = kept
     whole = join(train)
     learned = drop_short(whole, max_length=run.data.max_length, min_supervised=run.data.min_supervised)
     return TrainingData(learned, held_out, whole)
@@ -102,7 +108,8 @@ def prepare_run(run: TrainRun, target: LoadedTarget, ranks: Ranks) -> RunParts:
             hint="target.dtype=bfloat16",
         )
     ranks.require_even(run.schedule.batch_size)
-    data = read_data(run, target)
+    encoder = target.tokenizer if target.tokenizer.has_chat_template else None
+    data = read_data(run, target.contract.vocab_size, encoder)
     batches = StepBatches(run, data.train)
     contract = drafter_contract(run, target.contract)
     features = _features(run, target, contract, data, ranks)

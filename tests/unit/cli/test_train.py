@@ -102,6 +102,25 @@ def test_a_dry_run_counts_and_estimates(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_dry_run_reads_the_data_as_the_run_would(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Batches of 4 rows in 10 steps: 40 rows, of 32 with a conversation each or of 16 with two."""
+
+    def estimate(*changes: str) -> dict[str, Any]:
+        assert run(["train", str(run_file), *changes, "--dry-run", "--json"]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    assert estimate("data.max_length=48", "data.packed=true")["num_epochs"] == 1.25  # of 30 tokens one fits into a row
+    packed = estimate("data.max_length=60", "data.packed=true")
+    assert (packed["num_epochs"], packed["mean_length_tokens"]) == (2.5, 30)
+    assert run(["train", str(run_file), "schedule.batch_size=33", "--dry-run"]) == 1
+    assert "32 conversations to train on, schedule.batch_size is 33" in capsys.readouterr().err
+    assert run(["train", str(run_file), "data.min_supervised=15", "--dry-run"]) == 1
+    assert "15 supervised tokens among its first 24" in capsys.readouterr().err
+    assert run(["train", str(run_file), "data.max_length=11", "--dry-run"]) == 1
+    assert "among its first 11: there is nothing to draft" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -17,6 +17,7 @@ from tests.tiny_run import write_token_file
 
 from paceline.capture.shards import ShardFolder
 from paceline.errors import DataError, RequestError
+from paceline.training.anchors import anchor_candidates
 from paceline.training.data import BatchOrder, Conversations, drop_short, join, read_conversations, split_held_out
 
 SPECIAL = {"<": 1, ">": 2, "/": 3}  # start, end, newline
@@ -366,6 +367,32 @@ def test_too_little_to_learn_from_is_left_out_and_counted(
 def test_nothing_left_to_learn_from_is_refused() -> None:
     with pytest.raises(DataError, match="none of 4 conversations has 9 supervised tokens among its first 8"):
         drop_short(short_ones(), max_length=8, min_supervised=9)
+
+
+@pytest.mark.parametrize(
+    ("answers", "is_refused"),
+    [
+        ([(0, 1)], True),  # a token of answer: an anchor, and no draft behind it
+        ([(0, 2)], True),  # the first token is read before anything is drafted
+        ([(0, 3)], False),
+        ([(7, 20)], True),  # one token before the cut
+        ([(6, 20)], False),
+        ([(8, 20), (0, 1), (3, 1)], True),
+        ([(8, 20), (0, 1), (3, 2)], False),
+    ],
+)
+def test_data_that_teaches_nothing_is_refused(answers: list[tuple[int, int]], is_refused: bool) -> None:
+    """As many prompt and answer tokens: without a place for a block the loss would be 0 and the weights as before."""
+    marks = [[False] * prompt + [True] * answer for prompt, answer in answers]
+    borders = np.cumsum([0, *map(len, marks)]).astype(np.int64)
+    data = Conversations(np.full(borders[-1], 7, np.int32), np.concatenate(marks), borders)
+    batch = data.batch(range(len(data)), 8)
+    assert bool(anchor_candidates(batch.supervised_BS).any()) != is_refused
+    if is_refused:
+        with pytest.raises(DataError, match=f"none of {len(data)} conversations .* among its first 8"):
+            drop_short(data, max_length=8, min_supervised=0)
+    else:
+        assert drop_short(data, max_length=8, min_supervised=0) is data
 
 
 def test_the_fingerprint_notices_ids_marks_and_borders() -> None:
