@@ -1,11 +1,12 @@
-"""Renders docs/results/*.json into docs/results/README.md and into README.md, so that no figure is typed by hand.
+"""Renders docs/results/*.json into docs/results/README.md and the pages that show them: no figure is typed by hand.
 
     python -m benchmarks.render_results            write
     python -m benchmarks.render_results --check    exit 1 if a page does not agree with the files
 
-A result file has `name`, `command`, `commit`, `date`, `machine`, `versions` and `rows`. In README.md, what is between
-`<!-- results: NAME -->` and `<!-- end -->` is replaced by the table of that file, or by some of its columns after
-`<!-- results: NAME: COLUMN COLUMN ... -->`.
+A result file has `name`, `command`, `commit`, `date`, `machine`, `versions` and `rows`. In README.md and docs/*.md,
+what is between `<!-- results: NAME -->` and `<!-- end -->` is replaced by the table of that file. It has some of the
+columns after `<!-- results: NAME: COLUMN COLUMN ... -->`, and some of the rows after `<!-- results: NAME: COLUMN ...
+where COLUMN=VALUE,VALUE COLUMN=VALUE -->`, all on one line; values are written as the table shows them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 KEYS = ("name", "command", "commit", "date", "machine", "versions", "rows")
 _SLOT = re.compile(
-    r"(<!-- results: (?P<name>[\w-]+)(?:: (?P<columns>[\w ]+?))? -->\n).*?(?P<end><!-- end -->)", re.DOTALL
+    r"(<!-- results: (?P<name>[\w-]+)(?:: (?P<columns>[\w ]+?)(?: where (?P<rows>[\w=,. -]+?))?)? -->\n)"
+    r".*?(?P<end><!-- end -->)",
+    re.DOTALL,
 )
 
 
@@ -67,17 +70,22 @@ def results_page(results: Mapping[str, Mapping[str, Any]]) -> str:
     return "".join(parts)
 
 
-def fill(text: str, results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Put the tables into the slots of a page; a slot without its file ends the program."""
+def fill(text: str, results: Mapping[str, Mapping[str, Any]], page: str = "README.md") -> str:
+    """Put the tables into the slots of a page; a slot without its file, column or rows ends the program."""
 
     def one(slot: re.Match[str]) -> str:
         name = slot["name"]
         if name not in results:
-            raise SystemExit(f"README.md shows results of {name}, but docs/results/{name}.json does not exist")
+            raise SystemExit(f"{page} shows results of {name}, but docs/results/{name}.json does not exist")
         rows, chosen = results[name]["rows"], (slot["columns"] or "").split()
-        missing = [column for column in chosen if not any(column in row for row in rows)]
+        wanted = dict(condition.split("=", 1) for condition in (slot["rows"] or "").split())
+        missing = [column for column in (*chosen, *wanted) if not any(column in row for row in rows)]
         if missing:
-            raise SystemExit(f"README.md shows columns of {name} that it does not have: {', '.join(missing)}")
+            raise SystemExit(f"{page} shows columns of {name} that it does not have: {', '.join(missing)}")
+        for column, values in wanted.items():
+            rows = [row for row in rows if _cell(row.get(column)) in values.split(",")]
+        if not rows:
+            raise SystemExit(f"{page} shows rows of {name} that it does not have: {slot['rows']}")
         return f"{slot[1]}{table(rows, chosen)}{slot['end']}"
 
     return _SLOT.sub(one, text)
@@ -85,11 +93,12 @@ def fill(text: str, results: Mapping[str, Mapping[str, Any]]) -> str:
 
 def main(root: Path = ROOT, *, check: bool = False) -> int:
     """Write the pages, or with `check` say whether they are up to date."""
-    folder, readme = root / "docs" / "results", root / "README.md"
+    folder = root / "docs" / "results"
     results = read_results(folder)
     wanted = {folder / "README.md": results_page(results)} if results else {}
-    if readme.exists():
-        wanted[readme] = fill(readme.read_text(encoding="utf-8"), results)
+    for page in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
+        if page.exists():
+            wanted[page] = fill(page.read_text(encoding="utf-8"), results, str(page.relative_to(root)))
     stale = [page for page, text in wanted.items() if not page.exists() or page.read_text(encoding="utf-8") != text]
     for page in stale:
         if check:

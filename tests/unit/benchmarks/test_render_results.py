@@ -49,6 +49,30 @@ def test_a_slot_may_choose_columns(root: Path) -> None:
         main(root)
 
 
+def test_a_slot_may_choose_rows(root: Path) -> None:
+    readme = root / "README.md"
+    readme.write_text("<!-- results: cpu-main: mode ratio where ratio=1.5,2 -->\n<!-- end -->\n")
+    assert main(root) == 0
+    text = readme.read_text()
+    assert "| a\\|b | 1.5 |" in text and "plain" not in text
+    for condition, message in (("ratio=7", "rows of cpu-main .* ratio=7"), ("ratios=1", "does not have: ratios")):
+        readme.write_text(f"<!-- results: cpu-main: mode where {condition} -->\n<!-- end -->\n")
+        with pytest.raises(SystemExit, match=message):
+            main(root)
+
+
+def test_pages_of_the_documentation_have_slots_too(root: Path) -> None:
+    page = root / "docs" / "measurements.md"
+    page.write_text("<!-- results: cpu-main: mode -->\nold\n<!-- end -->\n")
+    assert main(root) == 0
+    assert "| plain |" in page.read_text()
+    page.write_text(page.read_text().replace("plain", "plane"))
+    assert main(root, check=True) == 1
+    page.write_text("<!-- results: other -->\n<!-- end -->\n")
+    with pytest.raises(SystemExit, match=r"docs/measurements\.md shows results of other"):
+        main(root)
+
+
 def test_a_figure_changed_by_hand_is_found(root: Path) -> None:
     main(root)
     readme = root / "README.md"
