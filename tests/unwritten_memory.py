@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 LARGEST = 2**20  # elements; models larger than this are counted in tests, never computed with, and take no memory
 
@@ -31,9 +32,10 @@ def _spoiling(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(allocate)
     def spoilt(*args: Any, **kwargs: Any) -> Tensor:
         tensor = allocate(*args, **kwargs)
-        # Tensors of other kinds (fake ones, say) have no memory, and `out` has an owner who may have written it.
+        # Tensors of other kinds (fake ones, say) have no memory, and `out` has an owner who may have written it. A test
+        # that watches every operation would see this one, too.
         is_ours = tensor.device.type == "cpu" and type(tensor) is Tensor and "out" not in kwargs
-        if is_ours and tensor.numel() <= LARGEST:
+        if is_ours and tensor.numel() <= LARGEST and _get_current_dispatch_mode() is None:
             with torch.no_grad():
                 tensor.fill_(_nonsense(tensor.dtype))
         return tensor

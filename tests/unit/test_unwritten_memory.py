@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64)
 
@@ -35,3 +38,16 @@ def test_what_has_no_memory_or_an_owner_is_left_alone() -> None:
     assert torch.empty(2, out=written) is written and written.tolist() == [1.0, 1.0]
     parameter = torch.nn.Parameter(torch.empty(2))
     assert parameter.requires_grad and torch.empty(2, requires_grad=True).isnan().all()
+
+
+def test_who_watches_operations_sees_the_allocation_alone() -> None:
+    seen = []
+
+    class Watcher(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Watcher():
+        torch.empty(2)
+    assert seen == [torch.ops.aten.empty.memory_format]
