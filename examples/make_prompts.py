@@ -1,7 +1,7 @@
 """Makes a file of prompts from templates and word lists of our own, which a target then answers:
 
-python -m examples.make_prompts data/prompts.jsonl --num-prompts 60000
-paceline capture prompts smollm2-135m-instruct data/answers --from data/prompts.jsonl
+python -m examples.make_prompts data/prompts.jsonl --num-prompts 60000 --exclude prompts/first.jsonl
+paceline capture prompts smollm2-135m-instruct data/answers --from data/prompts.jsonl --exclude prompts/first.jsonl
 
 A drafter that saw self-chat alone drafts well for self-chat: a small target asks itself narrow questions. These prompts
 are of the kinds that people send: explanations, word problems, code, rewriting, lists, letters and stories.
