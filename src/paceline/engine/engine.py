@@ -27,7 +27,7 @@ from paceline.engine.sampling_flags import SamplingFlags
 from paceline.engine.settings import EngineSettings
 from paceline.engine.start_checks import check_at_start
 from paceline.engine.step_kind import StepAhead, StepKind, TextKind
-from paceline.errors import EngineClosedError, RequestError
+from paceline.errors import EngineClosedError, RequestError, shown
 from paceline.models.loading import LoadedDrafter, LoadedTarget
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class Engine:
             raise RequestError(
                 f"n is {sampling.n}; a request is one sample", hint="Engine.add_samples, or Engine.generate"
             )
-        name = request_id if request_id is not None else self._unused_name()
+        name = self._name_of(request_id)
         self._queue([self._new_request(name, prompt_ids, sampling, QueueOptions(priority, timeout_s, cache_salt))])
         return name
 
@@ -142,7 +142,7 @@ class Engine:
             EngineClosedError: after `close`.
         """
         self._require_open()
-        name = request_id if request_id is not None else self._unused_name()
+        name = self._name_of(request_id)
         options = QueueOptions(priority, timeout_s, cache_salt)
         requests = [
             self._new_request(f"{name}-{index}", prompt_ids, one, options, sample_index=index)
@@ -151,8 +151,12 @@ class Engine:
         self._queue(requests)
         return [request.request_id for request in requests]
 
-    def _unused_name(self) -> str:
-        """A name that no caller has given to a request that still runs."""
+    def _name_of(self, request_id: object) -> str:
+        """The caller's name of a request, or one that no caller has given to a request that still runs."""
+        if request_id is not None:
+            if not isinstance(request_id, str):
+                raise RequestError(f"the request's id is {shown(request_id)}; it has to be a text")
+            return request_id
         taken = self._loop.requests
         return next(
             name

@@ -367,8 +367,8 @@ class EngineThread:
     def _add(self, engine: ServedEngine, submission: Submission, stream: DeltaStream) -> None:
         if stream.is_abandoned:
             return
-        self._close_ended(engine, submission.request_id)
         try:
+            self._close_ended(engine, submission.request_id)
             name = engine.add_request(
                 submission.prompt_ids,
                 submission.sampling,

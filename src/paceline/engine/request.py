@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from paceline.engine.sampling import LogprobsMode, SamplingParameters
+from paceline.engine.sampling import LogprobsMode, SamplingParameters, as_float
 from paceline.errors import RequestError, shown
 from paceline.trace.step import RequestTrace, StepRecord
 
@@ -53,7 +53,7 @@ class QueueOptions:
         timeout_s: object = self.timeout_s
         if timeout_s is not None:
             is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
-            if not is_number or not 0 < float(str(timeout_s)) < math.inf:
+            if not is_number or not 0 < as_float(timeout_s) < math.inf:
                 raise RequestError(f"timeout_s is {shown(timeout_s)}; it has to be a positive number of seconds")
         salt: object = self.cache_salt
         if salt is not None and not isinstance(salt, str):

@@ -234,13 +234,14 @@ def _require_integer(name: str, value: object, *, minimum: int, maximum: int = _
 
 def _require_number(name: str, value: object, wanted: str, holds: Callable[[float], bool]) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    number = _as_float(value) if is_number else math.nan
+    number = as_float(value) if is_number else math.nan
     if not math.isfinite(number) or not holds(number):
         raise RequestError(f"{name} is {shown(value)}; it has to be {wanted}")
 
 
-def _as_float(value: object) -> float:
+def as_float(value: object) -> float:
+    """A caller's number; NaN for an integer that has more digits than Python turns into text."""
     try:
         return float(str(value))
-    except ValueError:  # an integer with more digits than Python turns into text
+    except ValueError:
         return math.nan

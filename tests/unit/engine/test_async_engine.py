@@ -69,7 +69,12 @@ def test_an_error_of_one_request_is_its_own() -> None:
     async def body(engine: AsyncEngine) -> None:
         other = asyncio.create_task(read(engine, [1, 2], 50, "taken"))
         await asyncio.sleep(0.01)
-        for prompt, name, error in (([], None, RequestError), ([1], "taken", RequestError), (None, None, RequestError)):
+        for prompt, name, error in (
+            ([], None, RequestError),
+            ([1], "taken", RequestError),
+            (None, None, RequestError),
+            ([1], ["no text"], TypeError),  # of the stand-in; the engine has a word for it
+        ):
             with pytest.raises(error):
                 await read(engine, prompt, name=name)
         assert await other == expected([1, 2], 50)
