@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -154,8 +155,13 @@ def _check_output(output: Path) -> None:
         raise ConfigError(
             f"results are written as .json or .jsonl, not {output.suffix or 'without a suffix'}", origin=origin
         )
-    if not output.resolve().parent.is_dir():
+    if output.is_dir():
+        raise ConfigError("the result file is a folder", origin=origin)
+    folder = output.resolve().parent
+    if not folder.is_dir():
         raise ConfigError("the folder of the result file does not exist", origin=origin)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError("nothing can be written into the folder of the result file", origin=origin)
 
 
 def _check_calibrates(run: EvaluateRun) -> None:

@@ -345,7 +345,7 @@ def gather_prompts(texts: Sequence[str], file: Path | None) -> list[Prompt]:
 
 def _read_stdin() -> str:
     try:
-        return sys.stdin.read().rstrip("\n")
+        return sys.stdin.read().removeprefix("\ufeff").rstrip("\n")
     except UnicodeDecodeError as error:
         raise DataError(f"the prompt on stdin is not {error.encoding}: {error.reason}", hint="text in UTF-8") from error
 
@@ -442,20 +442,21 @@ def _warm_up(engines: Sequence[Engine], ids: Sequence[int], run: GenerateRun) ->
 def _stream(engine: Engine, ids: Sequence[int], sampling: SamplingParameters, *, write: bool) -> RequestResult:
     """Run one request to its end, or to Ctrl-C, which ends it with what came so far and finish reason `abort`."""
     request_id = engine.add_request(list(ids), sampling)
-    wrote = ""
+    num_written = 0
     try:
         while engine.has_unfinished():
             for delta in engine.step():
                 if write and delta.text:
+                    num_written += len(delta.text)
                     sys.stdout.write(delta.text)
                     sys.stdout.flush()
-                    wrote = delta.text
     except KeyboardInterrupt:
         engine.abort(request_id)
     except BaseException:
         engine.abort(request_id)
         raise
-    if write and not wrote.endswith("\n"):
-        sys.stdout.write("\n")
+    result = engine.result(request_id)
+    if write:  # the end of an answer that was interrupted may not have come in a delta
+        sys.stdout.write(result.text[num_written:] + ("" if result.text.endswith("\n") else "\n"))
         sys.stdout.flush()
-    return engine.result(request_id)
+    return result

@@ -7,6 +7,7 @@ PACELINE_DEBUG=1 asks for one; our own bugs keep theirs.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
@@ -106,11 +107,25 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     Args:
         arguments: what follows the program's name; None takes the process's own.
     """
+    _ready_streams()
     try:
         typer.main.get_command(app)(args=list(sys.argv[1:] if arguments is None else arguments), prog_name="paceline")
     except KeyboardInterrupt:  # between the verb's end and the interpreter's
         sys.exit(EXIT_INTERRUPTED)
     sys.exit(0)
+
+
+def _ready_streams() -> None:
+    """Make stdout and stderr take whatever is written to them.
+
+    A stream that its caller has closed is None in Python; what is written there goes nowhere. A character that stdout's
+    encoding does not know is written as an escape, so that it does not cost the rest of an answer.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, it stays open to the end
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _silence_stdout() -> None:

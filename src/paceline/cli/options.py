@@ -207,7 +207,14 @@ def show_settings(settings: BaseModel, *, as_json: bool, extra: Mapping[str, obj
 
 
 def print_json(value: object) -> None:
-    """One JSON object on stdout, as the only thing there."""
-    json.dump(value, sys.stdout, ensure_ascii=False, indent=2, allow_nan=False)
-    sys.stdout.write("\n")
+    """One JSON object on stdout, as the only thing there, and in full or not at all.
+
+    Where stdout cannot carry a character, such as on a console of another code page, all are escaped as JSON does.
+    """
+    text = json.dumps(value, ensure_ascii=False, indent=2, allow_nan=False)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(value, indent=2, allow_nan=False)
+    sys.stdout.write(text + "\n")
     sys.stdout.flush()

@@ -179,6 +179,6 @@ def _text_or_file(name: str, value: str) -> str:
     if not value.startswith("@"):
         return value
     try:
-        return Path(value[1:]).read_text(encoding="utf-8")
+        return Path(value[1:]).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the file of {name} cannot be read: {error}", origin={name: value[1:]}) from error

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,24 @@ def test_mistakes(
     assert run([*arguments, *extra]) == code
     captured = capsys.readouterr()
     assert (captured.out, part in captured.err) == ("", True)
+    assert engine.num_steps == 0
+
+
+def test_a_result_file_that_cannot_be_written_is_refused_at_once(
+    engine: FakeEngine,
+    arguments: list[str],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tmp_path / "folder.json"
+    folder.mkdir()
+    assert run([*arguments, "--output", str(folder)]) == 2
+    assert "the result file is a folder" in capsys.readouterr().err
+    # Tests may run as root, who may write everywhere.
+    monkeypatch.setattr("os.access", lambda path, mode, **others: not mode & os.W_OK)
+    assert run([*arguments, "--output", str(tmp_path / "result.json")]) == 2
+    assert "nothing can be written into" in capsys.readouterr().err
     assert engine.num_steps == 0
 
 

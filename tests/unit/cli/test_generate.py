@@ -124,6 +124,23 @@ def test_ctrl_c_shows_what_came(engines: dict[bool, FakeEngine], capsys: pytest.
     assert not engines[True].has_unfinished()
 
 
+def test_ctrl_c_shows_the_text_that_had_not_been_given_out(
+    engines: dict[bool, FakeEngine], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ends of answers wait for the rest of a character or of a stop text."""
+    engine = engines[True]
+    engine.interrupt_after = 3
+    abort = engine.abort
+
+    def abort_with_rest(name: str) -> None:
+        engine.running[name].text += "e"
+        abort(name)
+
+    monkeypatch.setattr(engine, "abort", abort_with_rest)
+    assert run(WITH_DRAFTER) == 130
+    assert capsys.readouterr().out == "hello wide\n"
+
+
 def test_ctrl_c_with_json_still_gives_an_object(
     engines: dict[bool, FakeEngine], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -269,6 +286,37 @@ def test_prompts_from_a_file_and_from_stdin(
         monkeypatch.setattr("sys.stdin", io.StringIO("piped\n"))
         assert run(["generate", "m", "--json", *flags]) == 0
         assert json.loads(capsys.readouterr().out)["results"][0]["num_prompt_tokens"] == 5
+
+
+def test_byte_order_marks_are_no_text(engines: dict[bool, FakeEngine], tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_bytes(b'\xef\xbb\xbf{"type": "null"}')
+    assert run([*PLAIN, "--json-schema", f"@{schema}"]) == 0
+    assert engines[False].asked[-1].structured_output.value == '{"type": "null"}'
+
+
+def test_a_byte_order_mark_before_a_piped_prompt_is_no_text(
+    engines: dict[bool, FakeEngine], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("\ufeffpiped\n"))
+    assert run(["generate", "m", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["results"][0]["num_prompt_tokens"] == len("piped")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_an_answer_that_stdout_cannot_spell_is_escaped(
+    engines: dict[bool, FakeEngine], monkeypatch: pytest.MonkeyPatch, encoding: str, as_json: bool
+) -> None:
+    engines[False].answer = "日本 \N{GRINNING FACE} é\n"
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
+    monkeypatch.setattr("sys.stdout", stdout)
+    assert run([*PLAIN, *(["--json"] if as_json else [])]) == 0
+    written = stdout.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
+    if as_json:
+        assert json.loads(written)["results"][0]["text"] == engines[False].answer
+    else:
+        assert written.startswith(r"\u65e5\u672c \U0001f600 ")
 
 
 @pytest.mark.parametrize(

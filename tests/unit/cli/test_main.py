@@ -162,6 +162,17 @@ def test_a_closed_pipe_is_quiet() -> None:
         process.stderr.close()
 
 
+@pytest.mark.parametrize("descriptors", [(1,), (2,), (1, 2)])
+def test_streams_that_are_closed_take_what_is_written(descriptors: tuple[int, ...]) -> None:
+    """As with `>&-` in a shell, or where there is no console."""
+    code = "import os, sys\nfor number in map(int, sys.argv[1:]): os.close(number)\n"
+    code += "os.execv(sys.executable, [sys.executable, '-m', 'paceline', 'doctor', '--json'])"
+    done = _python(code, *map(str, descriptors))
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+    assert bool(done.stdout) == (1 not in descriptors)
+
+
 def test_module_entry_point() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "paceline", "--version"], capture_output=True, text=True, env={"PYTHONPATH": SOURCE}
