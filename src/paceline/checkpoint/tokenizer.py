@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.checkpoint.chat_template import ChatTemplate
 from paceline.checkpoint.gguf_header import GgufHeader, read_gguf_header
 from paceline.checkpoint.locate import read_json
-from paceline.errors import CheckpointError, RequestError
+from paceline.errors import CheckpointError, RequestError, shown
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
@@ -86,8 +86,17 @@ class TextTokenizer:
             add_special_tokens: also add what the tokenizer puts around a text, such as a begin-of-text id.
         Returns:
             Token ids.
+        Raises:
+            RequestError: the text cannot be written as UTF-8.
         """
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        except TypeError as error:  # all that the Rust side says of half a surrogate pair
+            if not isinstance(text, str):
+                raise
+            raise RequestError(
+                f"{shown(text)} holds bytes that are no UTF-8, or half a surrogate pair", hint="text in UTF-8"
+            ) from error
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Turn ids into text.

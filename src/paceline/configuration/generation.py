@@ -5,6 +5,7 @@ Nothing here knows torch: device and dtype are names, which the models turn into
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -32,6 +33,7 @@ from paceline.configuration.fields import (
 
 VerifyMethod = Literal["standard", "block", "match", "coupled"]
 DraftLength = Literal["off", "fixed", "adaptive"]
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,18}")  # without leading zeros, so that no id has two names
 Penalty = Annotated[float, Strict(), Field(ge=-2, le=2, allow_inf_nan=False)]
 
 
@@ -161,7 +163,7 @@ class GenerateRun(ModelRun):
     @classmethod
     def _biases_name_tokens(cls, biases: dict[str, float]) -> dict[str, float]:
         for token in biases:
-            if not token.isascii() or not token.isdigit():
+            if _TOKEN_ID.fullmatch(token) is None:
                 raise ValueError(f"{token!r} is no token id")
         return biases
 

@@ -78,14 +78,15 @@ def read_settings_file(path: Path) -> dict[str, Any]:
             origin={"file": path},
         )
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
     except FileNotFoundError:
         raise ConfigError("this file of settings does not exist", origin={"file": path}) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"this file of settings cannot be read: {error}", origin={"file": path}) from error
     try:
         values = tomllib.loads(text) if kind == ".toml" else yaml.load(text, _UniqueKeyLoader)
-    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+    # Of a date that does not exist, of thousands of digits or brackets neither reader says that it is no TOML or YAML.
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"this file is not valid {kind[1:].upper()}: {error}", origin={"file": path}) from error
     if values is None:
         return {}
@@ -119,7 +120,7 @@ def parse_override(text: str) -> tuple[str, object]:
         raise ConfigError(f"{text!r} is not of the form section.key=value", origin={"override": COMMAND_LINE})
     try:
         table = tomllib.loads(f"value = {raw}")
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         if raw[:1] in ("'", '"', "[", "{"):
             raise ConfigError(f"the value of {key} is not valid TOML: {raw}", origin={key: COMMAND_LINE}) from error
         return key, raw

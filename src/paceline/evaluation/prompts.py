@@ -151,7 +151,7 @@ def encode_prompt(
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Numbered lines that are not blank."""
     try:
-        with path.open(encoding="utf-8") as stream:
+        with path.open(encoding="utf-8-sig") as stream:  # a byte order mark is no part of the first prompt
             for number, line in enumerate(stream, start=1):
                 if line.strip():
                     yield number, line.strip()
@@ -169,6 +169,12 @@ def _from_json_line(line: str, place: str, *, default_id: str) -> Prompt:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"this line is not JSON: {error.msg} at column {error.colno}", origin=origin) from error
+    except (ValueError, RecursionError) as error:  # thousands of digits or brackets
+        raise DataError(f"this line is JSON that cannot be read: {error}", origin=origin) from error
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"this line cannot be written as UTF-8: {error.reason}", origin=origin) from error
     if not isinstance(row, dict):
         raise DataError(f"this line holds {type(row).__name__}, not an object", origin=origin)
     forms = [key for key in ("prompt", "turns", "messages") if key in row]

@@ -149,6 +149,15 @@ def test_malformed_messages_are_request_errors(tmp_path: Path, messages: Any, pa
         tokenizer.render_chat(messages)
 
 
+def test_text_that_is_no_utf_8_is_a_request_error(tmp_path: Path) -> None:
+    tokenizer = open_tokenizer(make_folder(tmp_path, config={"chat_template": TEMPLATE}))
+    for text in ("half a pair \ud83d", b"a byte of Latin-1: \xe9".decode("utf-8", "surrogateescape")):
+        with pytest.raises(RequestError, match="no UTF-8"):
+            tokenizer.encode(text)
+        with pytest.raises(RequestError, match="no UTF-8"):
+            tokenizer.encode_chat([{"role": "user", "content": text}])
+
+
 def test_chat_without_template_is_a_request_error(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="has no chat template"):
         open_tokenizer(make_folder(tmp_path)).encode_chat([{"role": "user", "content": "x"}])

@@ -41,6 +41,8 @@ from paceline.ops.acceptance import VERIFY_METHODS
         ({"n": 65}, "n"),
         ({"logprobs": 33}, "logprobs"),
         ({"logit_bias": {"one": 1.0}}, "'one' is no token id"),
+        ({"logit_bias": {"42": 1.0, "042": -1.0}}, "'042' is no token id"),
+        ({"logit_bias": {"1" * 5000: 1.0}}, "is no token id"),
         ({"json_object": True, "regex": "a+"}, "json_object and regex both say"),
         ({"choice": ["a"], "json_schema": "{}"}, "json_schema and choice both say"),
         ({"structure_begins_after": "</think>"}, "nothing says what follows it"),

@@ -135,7 +135,13 @@ def test_missing_keys_are_named(tmp_path: Path) -> None:
         ("run.yaml", "a: !!python/object/apply:os.getcwd []\n", "not valid YAML"),
         ("run.json", "{}", "not .json"),
         ("run.toml", b"\xff\xfe", "cannot be read"),
+        ("run.yaml", "a: 2024-13-45\n", "not valid YAML: month"),
+        ("run.yaml", f"a: {'1' * 5000}\n", "not valid YAML: Exceeds"),
+        ("run.toml", f"a = {'1' * 5000}\n", "not valid TOML: Exceeds"),
+        ("run.toml", f"a = {'[' * 5000}\n", "not valid TOML: maximum recursion"),
+        ("run.yaml", f"a: {'[' * 5000}\n", "not valid YAML: maximum recursion"),
     ],
+    ids=lambda value: value[:20] if isinstance(value, str) else None,
 )
 def test_unreadable_files(tmp_path: Path, name: str, content: str | bytes, part: str) -> None:
     path = tmp_path / name
@@ -175,7 +181,19 @@ def test_parse_override(text: str, expected: tuple[str, Any]) -> None:
     assert parse_override(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "a", "=1", ".a=1", "a..b=1", "a=[1", "a='x", "a={b"])
+@pytest.mark.parametrize("name", ["run.toml", "run.yaml"])
+def test_a_byte_order_mark_is_no_part_of_the_settings(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"\xef\xbb\xbf" + (b"a = 1\n" if name.endswith("toml") else b"a: 1\n"))
+    assert read_settings_file(path) == {"a": 1}
+
+
+def test_a_number_of_thousands_of_digits_is_bare_text() -> None:
+    digits = "1" * 5000
+    assert parse_override(f"a={digits}") == ("a", digits)
+
+
+@pytest.mark.parametrize("text", ["", "a", "=1", ".a=1", "a..b=1", "a=[1", "a='x", "a={b", "a=" + "[" * 5000])
 def test_malformed_overrides(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_override(text)

@@ -45,6 +45,13 @@ def test_limit_and_plain_text(tmp_path: Path) -> None:
         read_prompts(path, limit=0)
 
 
+@pytest.mark.parametrize("name", ["set.txt", "set.jsonl"])
+def test_a_byte_order_mark_is_no_part_of_the_first_prompt(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"\xef\xbb\xbf" + (b"one\n" if name == "set.txt" else b'{"prompt": "one"}\n'))
+    assert [prompt.turns for prompt in read_prompts(path)] == [("one",)]
+
+
 @pytest.mark.parametrize(
     ("row", "part"),
     [
@@ -62,7 +69,12 @@ def test_limit_and_plain_text(tmp_path: Path) -> None:
         ({"messages": [{"role": "robot", "content": "x"}]}, "a message has a role"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "nothing to answer"),
         ({"prompt": "again", "id": "x"}, "stands in line 1"),
+        ('{"prompt": ' + "[" * 100_000 + "\n", "cannot be read: maximum recursion"),
+        ('{"prompt": ' + "1" * 5000 + "}\n", "cannot be read: Exceeds"),
+        ({"prompt": "half a pair \ud83d"}, "cannot be written as UTF-8"),
+        ({"messages": [{"role": "user", "content": "\ud83d"}]}, "cannot be written as UTF-8"),
     ],
+    ids=lambda value: str(value)[:40].encode("ascii", "replace").decode(),
 )
 def test_a_bad_line_is_named(tmp_path: Path, row: object, part: str) -> None:
     path = _write(tmp_path, {"prompt": "fine", "id": "x"}, row)
