@@ -155,8 +155,10 @@ def _architecture(config: Mapping[str, Any], reader: ConfigReader) -> str:
 def _refuse_unsupported(config: Mapping[str, Any], reader: ConfigReader) -> None:
     refuse_unread(config, reader, read=_READ_KEYS)
     layer_types = config.get("layer_types")
-    if layer_types is not None and any(kind != "full_attention" for kind in layer_types):
-        raise reader.error(f"layer_types has {sorted(set(layer_types))}; supported is full_attention in every layer")
+    is_full = isinstance(layer_types, list) and all(kind == "full_attention" for kind in layer_types)
+    if layer_types is not None and not is_full:
+        found = list(dict.fromkeys(map(repr, layer_types))) if isinstance(layer_types, list) else [repr(layer_types)]
+        raise reader.error(f"layer_types has {', '.join(found)}; supported is full_attention in every layer")
     window = config.get("sliding_window")
     # Qwen3 configs keep a number here while the switch is off; without a switch the number may be in use
     if config.get("use_sliding_window") or (window is not None and "use_sliding_window" not in config):

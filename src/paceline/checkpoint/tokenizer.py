@@ -7,8 +7,9 @@ user text is up to the template.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -171,10 +172,8 @@ def _from_folder(folder: Path) -> TextTokenizer:
     if (folder / "tokenizer.json").is_file():
         file = folder / "tokenizer.json"
         read_json(file)  # a damaged file gets our message, not the parser's
-        try:
+        with _rust_errors(f"{file} is not a usable tokenizer"):
             tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # the Rust side raises bare Exception
-            raise CheckpointError(f"{file} is not a usable tokenizer: {error}") from error
         _add_configured_tokens(tokenizer, config, config_file)
         template = None
     else:
@@ -185,6 +184,20 @@ def _from_folder(folder: Path) -> TextTokenizer:
         special_tokens=_folder_special_tokens(folder, config),
         origin=str(folder),
     )
+
+
+@contextlib.contextmanager
+def _rust_errors(what: str) -> Iterator[None]:
+    """Turn what the tokenizer library raises into our error: bare exceptions, and panics, which are not even those.
+
+    It panics over a merge whose product is longer than any token, as in a damaged file.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise CheckpointError(f"{what}: {error}") from error
 
 
 def _add_configured_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], origin: Path) -> None:
@@ -280,11 +293,9 @@ def _from_gguf(header: GgufHeader) -> TextTokenizer:
         )
     is_llama3 = pre in _LLAMA3_NAMES
     splitter, normalizer, decoder = _byte_level_parts(pre, header)
-    try:
+    with _rust_errors(f"{header.path} has an unusable vocabulary"):
         # Llama 3 looks whole words up before it merges; its merge list alone does not reach every word
         bpe = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=is_llama3)
-    except Exception as error:  # the Rust side raises bare Exception
-        raise CheckpointError(f"{header.path} has an unusable vocabulary: {error}") from error
     tokenizer = Tokenizer(bpe)
     tokenizer.pre_tokenizer = splitter
     tokenizer.decoder = decoder

@@ -111,6 +111,8 @@ def test_stop_ids_are_those_of_both_files(
         ({"rope_theta": None}, "names no rope_theta"),
         ({"sliding_window": 4096}, "uses a sliding window of 4096"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "supported is full_attention in every layer"),
+        ({"layer_types": [1, "full_attention", 1]}, "layer_types has 1, 'full_attention'; supported"),
+        ({"layer_types": 3}, "layer_types has 3; supported"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"rope_interleaved": True}, "rope_interleaved is True"),
         ({"attention_multiplier": 0.1}, "attention_multiplier is 0.1"),

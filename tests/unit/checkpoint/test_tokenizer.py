@@ -169,6 +169,12 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text(text[: len(text) // 2])
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is not valid JSON"):
         open_tokenizer(folder)
+    damaged = json.loads(text)
+    longest = max(damaged["model"]["vocab"], key=len)
+    damaged["model"]["merges"] = [[longest, longest]]  # a product longer than any token: the library panics
+    (folder / "tokenizer.json").write_text(json.dumps(damaged))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is not a usable tokenizer"):
+        open_tokenizer(folder)
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is not a usable tokenizer"):
         open_tokenizer(folder)
@@ -280,10 +286,12 @@ def test_unknown_gguf_tokenizers_are_refused_by_name(tiny_gguf: Any, pre: str, m
 def test_damaged_gguf_vocabularies_are_refused(tiny_gguf: Any) -> None:
     with_tokens(tiny_gguf, pre="gpt-2")
     sound = dict(tiny_gguf.general)
+    longest = max(sound["tokenizer.ggml.tokens"], key=len)
     for change, message in (
         ({"tokenizer.ggml.eos_token_id": 999}, "eos_token_id is 999, there are 260 tokens"),
         ({"tokenizer.ggml.token_type": [1, 2]}, "and 2 token types"),
         ({"tokenizer.ggml.merges": ["nope never"]}, "unusable vocabulary"),
+        ({"tokenizer.ggml.merges": [f"{longest} {longest}"]}, "unusable vocabulary"),  # over which the library panics
         ({"tokenizer.ggml.merges": [1, 2]}, "merges is not a list of the right kind"),
     ):
         tiny_gguf.general = sound | change

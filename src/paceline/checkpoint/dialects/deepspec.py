@@ -321,5 +321,5 @@ def _without_target_layers(config: Mapping[str, Any], top: ConfigReader, is_nati
         except CheckpointError as error:
             raise top.error(error.message) from error
         return {key: value for key, value in config.items() if key not in ("layer_types", "sliding_window")}
-    says_nothing = isinstance(types, list) and set(types) == {FULL}
+    says_nothing = isinstance(types, list) and len(types) > 0 and all(kind == FULL for kind in types)
     return {key: value for key, value in config.items() if not (key == "layer_types" and says_nothing)}

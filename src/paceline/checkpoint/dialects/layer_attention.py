@@ -37,7 +37,7 @@ def resolve_layer_attention(
         CheckpointError: a sliding layer has no window, a window has no layer, or a value is malformed.
     Source: the resolver of vLLM for DFlash drafters, the most permissive of those in use.
     """
-    types = list(layer_types or ())
+    types = _listed(layer_types)
     if types and (len(types) != num_layers or not set(types) <= {SLIDING, FULL}):
         raise CheckpointError(f"layer_types is {types}, expected {num_layers} of {SLIDING!r} or {FULL!r}")
     use_swa = _optional_flag("use_swa", dflash_config.get("use_swa", False)) or False
@@ -124,7 +124,7 @@ def require_full_attention(layer_types: Sequence[str] | None, layout: str) -> No
     Raises:
         CheckpointError: a layer is not of full attention.
     """
-    if layer_types and set(layer_types) != {FULL}:
+    if layer_types and set(_listed(layer_types)) != {FULL}:
         raise CheckpointError(
             f"layer_types has {sorted(set(layer_types))}; drafters of the {layout} layout have {FULL!r} only"
         )
@@ -134,6 +134,15 @@ def effective_window(config: Mapping[str, Any]) -> int | None:
     """`sliding_window` as Hugging Face reads it: dropped where its switch is off."""
     window: int | None = None if config.get("use_sliding_window") is False else config.get("sliding_window")
     return window
+
+
+def _listed(layer_types: object) -> list[str]:
+    """The types of a config that may hold anything in their place."""
+    if layer_types is None:
+        return []
+    if not isinstance(layer_types, Sequence) or not all(isinstance(kind, str) for kind in layer_types):
+        raise CheckpointError(f"layer_types is {layer_types!r}, expected a list of {SLIDING!r} or {FULL!r}")
+    return list(layer_types)
 
 
 def _optional_flag(key: str, value: object) -> bool | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable
@@ -470,3 +471,13 @@ def test_what_was_never_said_is_not_written() -> None:
 def test_unknown_dialect() -> None:
     with pytest.raises(CheckpointError, match="there is no dialect 'other'"):
         write_drafter_config(full_contract("zlab-dflash"), cast(Dialect, "other"))
+
+
+@pytest.mark.parametrize("name", GOLDEN_NAMES)
+def test_a_value_of_another_kind_is_never_an_error_of_ours(name: str) -> None:
+    """A hand-edited config is refused by key, or read; it does not end in a traceback."""
+    config = load_golden(name)
+    for path in leaves(config):
+        for value in (1.5, "x", [None], [["x"], 2], {"x": [1]}):
+            with contextlib.suppress(CheckpointError):
+                contract_from_config(with_change(config, path, lambda _, other=value: other), "c")
