@@ -211,12 +211,17 @@ def _open_shards(folder: Path, index: Path, *, has_single: bool) -> TensorSource
         )
     handles = {folder / shard: _open_file(folder / shard) for shard in shards}
     file_of = {name: folder / shard for name, shard in weight_map.items()}
-    stored = {name: path for path, handle in handles.items() for name in handle.keys()}  # noqa: SIM118
-    wrong = [name for name, path in file_of.items() if stored.get(name) != path]
+    stored: dict[str, list[Path]] = {}
+    for path, handle in handles.items():
+        for name in handle.keys():  # noqa: SIM118
+            stored.setdefault(name, []).append(path)
+    wrong = [name for name, path in file_of.items() if path not in stored.get(name, ())]
     unlisted = [name for name in stored if name not in file_of]
-    if wrong or unlisted:
+    twice = [name for name, paths in stored.items() if len(paths) > 1]
+    if wrong or unlisted or twice:
         parts = [f"not in the file that it names: {_listed(wrong)}"] if wrong else []
         parts += [f"stored but not named: {_listed(unlisted)}"] if unlisted else []
+        parts += [f"stored in several files: {_listed(twice)}"] if twice else []
         raise CheckpointError(f"{index} and its files disagree: {'; '.join(parts)}")
     return _SafetensorsSource(str(folder), file_of, handles)
 

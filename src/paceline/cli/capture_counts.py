@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli import options
+from paceline.cli.capture_stats import chat_encoder
 
 
 def counts(
@@ -32,9 +33,7 @@ def counts(
     options.begin(context, debug=debug, no_color=no_color, verbose=verbose, quiet=quiet)
     from paceline import __version__
     from paceline.checkpoint.dialects import read_drafter_contract
-    from paceline.checkpoint.locate import locate_target
     from paceline.checkpoint.token_counts import add_token_counts
-    from paceline.checkpoint.tokenizer import open_tokenizer
     from paceline.errors import ConfigError
     from paceline.training.data import join, read_conversations
     from paceline.training.vocabulary import count_response_tokens
@@ -47,7 +46,7 @@ def counts(
             origin={"drafter": contract.origin},
             hint="`paceline convert DRAFTER OUT --to zlab --target MODEL` writes a folder that says it",
         )
-    encoder = None if target is None else open_tokenizer(locate_target(target, offline=offline))
+    encoder = chat_encoder(files, target, offline=offline)
     data = join([read_conversations(file, vocab_size=vocab_size, encoder=encoder) for file in files])
     counts_W = count_response_tokens(data, vocab_size)
     names = [file.name for file in files]

@@ -37,7 +37,7 @@ def stats(
     options.begin(context, debug=debug, no_color=no_color, verbose=verbose, quiet=quiet)
     from paceline.training.data import join
 
-    encoder = _encoder(files, target, offline=offline)
+    encoder = chat_encoder(files, target, offline=offline)
     parts = [_read(file, encoder) for file in files]
     rows = {str(file): _figures(part, max_length, batch_size) for file, part in zip(files, parts, strict=True)}
     if len(parts) > 1:
@@ -49,7 +49,12 @@ def stats(
         typer.echo(line)
 
 
-def _encoder(files: list[Path], target: str | None, *, offline: bool) -> ChatEncoder | None:
+def chat_encoder(files: list[Path], target: str | None, *, offline: bool) -> ChatEncoder | None:
+    """What renders the chats among the files; None where there are none.
+
+    Raises:
+        ConfigError: there are some, and no target to render them as.
+    """
     from paceline.errors import ConfigError
 
     chats = [file for file in files if file.suffix == ".jsonl"]

@@ -58,7 +58,7 @@ def check(
         ),
     ] = None,
     num_prompts: Annotated[
-        int | None, typer.Option(min=1, help="Prompts of the file; the first 24 by default.")
+        int | None, typer.Option(min=1, help="Prompts of the file, or of the built-in ones; the first 24 by default.")
     ] = None,
     record: Annotated[
         bool,
@@ -115,7 +115,7 @@ def _read_prompts(path: Path | None, limit: int | None) -> list[Prompt]:
     from paceline.evaluation.own_text import own_questions
     from paceline.evaluation.prompts import read_prompts
 
-    return own_questions() if path is None else read_prompts(path, limit=limit if limit is not None else 24)
+    return own_questions()[:limit] if path is None else read_prompts(path, limit=limit if limit is not None else 24)
 
 
 def _load_target(

@@ -77,7 +77,7 @@ def encode_turns(
         try:
             prompt = encoder.encode(encoder.render_chat(turns[:index], add_generation_prompt=True))
             whole = encoder.encode(encoder.render_chat(turns[: index + 1], add_generation_prompt=False))
-            trailing = _num_trailing(encoder, turns[:index])
+            trailing = _num_trailing(encoder, turns[:index], whole)
         except RequestError as error:
             raise DataError(f"{where}: {error.message}", hint=error.hint) from error
         if prompt[: len(ids)] != ids or whole[: len(prompt)] != prompt:
@@ -92,18 +92,30 @@ def encode_turns(
     return ids, marks
 
 
-def _num_trailing(encoder: ChatEncoder, history: Sequence[Mapping[str, str]]) -> int:
+def _num_trailing(encoder: ChatEncoder, history: Sequence[Mapping[str, str]], whole: Sequence[int]) -> int:
     """Tokens that the template puts after the end token of an assistant turn.
 
-    Two answers that share no token are rendered: what both renders end in is the end token and what follows it.
+    What a render ends in whatever the answer says is the end token and what follows it. Two other answers are rendered,
+    since the real one may end as one of them does; and held against the real one, since a tokenizer of few words may
+    know neither of them, nor tell one from the other.
+
+    Args:
+        encoder: renders and encodes.
+        history: turns before the answer.
+        whole: tokens of the render with the answer.
     """
-    renders = [
+    others = [
         encoder.encode(
             encoder.render_chat([*history, {"role": "assistant", "content": answer}], add_generation_prompt=False)
         )
         for answer in ("0", "yes")
     ]
+    return max(min(_common_ending(whole, other) for other in others) - 1, 0)
+
+
+def _common_ending(ids: Sequence[int], others: Sequence[int]) -> int:
+    """How many last tokens two renders share."""
     same = 0
-    while same < min(map(len, renders)) and renders[0][-1 - same] == renders[1][-1 - same]:
+    while same < min(len(ids), len(others)) and ids[-1 - same] == others[-1 - same]:
         same += 1
-    return max(same - 1, 0)
+    return same

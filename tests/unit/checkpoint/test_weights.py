@@ -280,6 +280,15 @@ def test_index_and_shards_must_agree(tmp_path: Path, mapping: dict[str, str], me
         open_safetensors(tmp_path)
 
 
+@pytest.mark.parametrize("named", ["model-1.safetensors", "model-2.safetensors"])
+def test_a_tensor_of_two_shards_is_refused_whichever_is_named(tmp_path: Path, named: str) -> None:
+    """A shard of another version may have stayed behind; readers that go shard by shard take the last one."""
+    write_shards(tmp_path, weight_map={"a": "model-1.safetensors", "b": named, "c": "model-2.safetensors"})
+    save_safetensors(tmp_path / "model-2.safetensors", {"b": torch.zeros(3), "c": torch.ones(3)}, {})
+    with pytest.raises(CheckpointError, match="stored in several files: b"):
+        open_safetensors(tmp_path)
+
+
 def test_single_file_beside_an_index_that_does_not_name_it_is_refused(tmp_path: Path) -> None:
     write_shards(tmp_path)
     save_safetensors(tmp_path / "model.safetensors", {"a": torch.ones(2)}, {})

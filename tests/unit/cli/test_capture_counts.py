@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.tiny import tiny_target, wrap_target
-from tests.tiny_run import write_drafter, write_target_folder, write_token_file
+from tests.tiny_run import END, write_drafter, write_target_folder, write_token_file
 from tests.unit.cli.test_main import run
 
 from paceline.checkpoint.token_counts import read_token_counts
@@ -67,6 +67,21 @@ def test_without_counts_a_number_is_refused(folders: tuple[Path, Path], capsys: 
     assert run(["inspect", str(folders[1])]) == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("token_counts"))
     assert row.split() == ["token_counts", "-"]
+
+
+def test_chats_are_counted_as_a_target_renders_them(
+    folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a tokenizer of few words, which knows neither "yes" nor "0": the answer and its end are counted, no more."""
+    chat = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w70 w71"}]
+    file = tmp_path / "chats.jsonl"
+    file.write_text(json.dumps({"messages": chat}) + "\n")
+    command = ["capture", "counts", str(file), "--into", str(folders[1])]
+    assert run(command) == 2
+    assert "--target MODEL" in capsys.readouterr().err
+    assert run([*command, "--target", str(folders[0])]) == 0
+    counts_W = read_token_counts(folders[1], 512)
+    assert counts_W is not None and counts_W.nonzero().flatten().tolist() == [END, 70, 71]
 
 
 def test_ids_of_another_vocabulary_are_refused(

@@ -149,6 +149,14 @@ def test_a_random_drafter_without_a_fingerprint_says_next_to_nothing(
     assert found["readings"][0]["reading"] == "as the config says" and found["readings"][0]["num_prompts"] >= 16
 
 
+def test_fewer_of_the_built_in_prompts_can_be_asked(
+    tmp_path: Path, target: Path, loaded: LoadedTarget, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_drafter(tmp_path / "drafter", loaded, fingerprint=False)
+    assert run(arguments(folder, target, "--num-prompts", "17", "--json")) == 3
+    assert json.loads(capsys.readouterr().out)["readings"][0]["num_prompts"] == 17
+
+
 def test_a_better_reading_is_named() -> None:
     declared = Score("as the config says", "", (-3.0,) * 16, 0.4)
     better = Score("theta 1000000", '"rope_theta": 1000000', (-2.5,) * 16, 0.6)
