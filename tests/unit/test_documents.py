@@ -55,5 +55,7 @@ def test_the_architecture_names_files_that_exist() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     package = ROOT / "src" / "paceline"
     assert list(missing_files(text, package)) == []
-    planted = text.replace("`prefill.py`, `step.py`, `in_flight.py` |", "`prefill.py`, `steps.py`, `in_flight.py` |")
+    planted = text.replace(
+        "**Beside the package.**", "**`engine/`: more.**\n| `step.py`, `steps.py` | |\n**Beside the package.**"
+    )
     assert list(missing_files(planted, package)) == ["engine/steps.py"]
