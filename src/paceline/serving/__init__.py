@@ -1,0 +1,1 @@
+"""An engine behind HTTP, with the routes and forms of the OpenAI API."""
