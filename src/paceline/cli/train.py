@@ -77,6 +77,7 @@ def _train(run: TrainRun, *, resume: bool, offline: bool, session: options.Sessi
     from paceline.training.event_file import require_tensorboard
     from paceline.training.launching import join_ranks
     from paceline.training.ranks import OtherRankFailedError
+    from paceline.training.run_folder import checkpoint_to_start_from
 
     if run.tracking.tensorboard:
         require_tensorboard()
@@ -84,6 +85,8 @@ def _train(run: TrainRun, *, resume: bool, offline: bool, session: options.Sessi
         with join_ranks(run.device, run.distributed) as ranks:
             if not ranks.is_first:
                 configure_logging(verbosity=-1, color=session.color, rank=ranks.rank)
+            ranks.first_only(lambda: checkpoint_to_start_from(run.output, resume=resume))
+            ranks.together(lambda: _check_sizes(run, offline=offline))
             get_logger(__name__).info("loading target %s", run.target.name)
             target = ranks.together(
                 lambda: load_target(
@@ -103,6 +106,15 @@ def _train(run: TrainRun, *, resume: bool, offline: bool, session: options.Sessi
     if not ranks.is_first:
         raise typer.Exit(EXIT_DONE if outcome.is_finished else EXIT_INTERRUPTED)
     return asdict(outcome)
+
+
+def _check_sizes(run: TrainRun, *, offline: bool) -> None:
+    """See from its config alone that the target has what the drafter asks for: loading it may take minutes."""
+    from paceline.checkpoint.locate import locate_target
+    from paceline.checkpoint.target_config import read_target_contract
+    from paceline.training.contract import drafter_contract
+
+    drafter_contract(run, read_target_contract(locate_target(run.target.name, offline=offline), run.target.name))
 
 
 def _check_files(run: TrainRun, config: Path) -> None:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from paceline.errors import DataError, RequestError
+
+_log = logging.getLogger(__name__)
+
+_READ = ("role", "content")  # of a message
+_RENDERED_TOO = ("tools", "functions", "documents")  # of a row: a server shows them to the target, in front of the chat
 
 
 class ChatEncoder(Protocol):
@@ -32,6 +38,7 @@ def read_chats(path: Path, encoder: ChatEncoder) -> list[tuple[list[int], list[b
         DataError: names the line that is no chat or cannot be told apart.
     """
     rows: list[tuple[list[int], list[bool]]] = []
+    unread: dict[str, int] = {}
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # str.splitlines would also cut inside JSON strings
     except (OSError, UnicodeDecodeError) as error:
@@ -40,8 +47,8 @@ def read_chats(path: Path, encoder: ChatEncoder) -> list[tuple[list[int], list[b
         if not line.strip():
             continue
         try:
-            messages = json.loads(line)["messages"]
-            turns = [{"role": _text(m["role"]), "content": _text(m["content"])} for m in messages]
+            row = json.loads(line)
+            turns = [{key: _text(message[key]) for key in _READ} for message in row["messages"]]
         except (ValueError, TypeError, KeyError) as error:
             raise DataError(
                 f"{path}:{number} is not a chat: {error!r}",
@@ -49,7 +56,23 @@ def read_chats(path: Path, encoder: ChatEncoder) -> list[tuple[list[int], list[b
             ) from error
         if any(turn["role"] == "assistant" for turn in turns):
             rows.append(encode_turns(turns, encoder, where=f"{path}:{number}"))
+            for key in _unread(row):
+                unread.setdefault(key, number)
+    if unread:
+        _log.warning(
+            "%s: these texts are of role and content alone; not read are %s",
+            path,
+            ", ".join(f"{key} (first in line {number})" for key, number in unread.items()),
+        )
     return rows
+
+
+def _unread(row: Mapping[str, Any]) -> Iterator[str]:
+    """What of a row a template might render, or a trainer heed, and is not read here; what is empty says nothing."""
+    yield from (key for key in _RENDERED_TOO if row.get(key))
+    yield from (
+        f"messages.{key}" for message in row["messages"] for key, value in message.items() if key not in _READ and value
+    )
 
 
 def _text(value: object) -> str:
@@ -67,7 +90,7 @@ def encode_turns(
     target itself would write: text that the template puts after the end token is context, not a label.
 
     Raises:
-        DataError: the template rewrites earlier turns, so no border can be drawn.
+        DataError: the template rewrites earlier turns, so no border can be drawn, or leaves an answer out.
     """
     ids: list[int] = []
     marks: list[bool] = []
@@ -85,9 +108,13 @@ def encode_turns(
                 f"{where}: adding turn {index} changes the tokens before it, so its own cannot be told apart",
                 hint="one assistant turn per conversation (some templates rewrite earlier ones), no leading blank line",
             )
-        marks += [False] * (len(prompt) - len(ids)) + [True] * (len(whole) - len(prompt))
-        if trailing:
-            marks[-trailing:] = [False] * trailing
+        num_answer = len(whole) - len(prompt) - trailing
+        if num_answer < 1:
+            raise DataError(
+                f"{where}: the template renders turn {index} without a token that the target would write itself",
+                hint="a template that keeps what the assistant said, and ends it",
+            )
+        marks += [False] * (len(prompt) - len(ids)) + [True] * num_answer + [False] * trailing
         ids = whole
     return ids, marks
 

@@ -177,3 +177,26 @@ def test_mistakes(
     captured = capsys.readouterr()
     assert (captured.out, started) == ("", [])
     assert part.format(**places) in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["drafter.mask_token_id=100000"], "drafter.mask_token_id 100000 is outside the vocabulary"),
+        (["--resume"], "nothing to resume"),
+    ],
+)
+def test_mistakes_are_told_before_the_target_is_loaded(
+    run_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    part: str,
+) -> None:
+    def load(name: str, **options: Any) -> None:
+        pytest.fail(f"{name} was loaded")
+
+    monkeypatch.setattr("paceline.models.loading.load_target", load)
+    assert run(["train", str(run_file), *arguments]) == 2
+    assert part in capsys.readouterr().err
+    assert not (run_file.parent / "out").exists()

@@ -162,6 +162,38 @@ def test_what_a_template_refuses_is_named_with_its_line(tmp_path: Path) -> None:
         read(path, Refuses())
 
 
+class LeavesAnswersOut(ChatML):
+    """A template that renders what it was asked and no answer."""
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
+        asked = [m for m in messages if m["role"] != "assistant"]
+        return super().render_chat(asked, add_generation_prompt=True)
+
+
+def test_a_template_without_answers_is_refused(tmp_path: Path) -> None:
+    path = write_chats(tmp_path / "c.jsonl", [turn("user", "a"), turn("assistant", "bc")])
+    with pytest.raises(DataError, match=r"c\.jsonl:1: the template renders turn 1 without a token that the target"):
+        read(path, LeavesAnswersOut())
+
+
+def test_what_is_not_read_of_a_chat_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Reasoning and calls that the template would show, tools in front of the chat, weights of turns."""
+    plain = [turn("user", "a"), turn("assistant", "b") | {"tool_calls": None, "refusal": ""}]
+    thinking = [turn("user", "a"), turn("assistant", "b") | {"reasoning_content": "hm", "weight": 1}]
+    path = write_chats(tmp_path / "c.jsonl", plain, thinking, thinking)
+    assert len(read(path)) == 3
+    (said,) = [record.message for record in caplog.records if "not read" in record.message]
+    expected = "not read are messages.reasoning_content (first in line 2), messages.weight (first in line 2)"
+    assert said.endswith(expected)
+    caplog.clear()
+    path.write_text(json.dumps({"id": 7, "messages": plain, "tools": [{"name": "f"}]}), "utf-8")
+    read(path)
+    assert "not read are tools (first in line 1)" in caplog.text
+    caplog.clear()
+    read(write_chats(path, plain))
+    assert "not read" not in caplog.text
+
+
 def test_chats_need_an_encoder(tmp_path: Path) -> None:
     path = write_chats(tmp_path / "c.jsonl", [turn("user", "a"), turn("assistant", "b")])
     with pytest.raises(DataError, match="no chat template"):
