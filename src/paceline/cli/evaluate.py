@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -83,7 +84,6 @@ def evaluate(
     session, environment = options.begin(context, debug=debug, no_color=no_color, verbose=verbose, quiet=quiet)
     from paceline.configuration.generation import EvaluateRun
     from paceline.configuration.load import load_settings
-    from paceline.evaluation.prompts import read_prompts
 
     run = load_settings(
         EvaluateRun,
@@ -125,7 +125,7 @@ def evaluate(
         _check_output(output)
     if calibrate:
         _check_calibrates(run)
-    sets = [(path.stem, read_prompts(path, limit=run.num_prompts)) for path in run.prompts]
+    sets = [(path.stem, _read_prompts(run, path)) for path in run.prompts]
     if dry_run:
         counts = {name: len(rows) for name, rows in sets}
         options.show_settings(run, as_json=as_json, extra={"num_prompts": counts})
@@ -144,6 +144,24 @@ def evaluate(
         options.print_json(report)
     else:
         _print_tables(results)
+
+
+def _read_prompts(run: EvaluateRun, path: Path) -> list[Prompt]:
+    """A prompt set, without what the drafter has learnt as far as its folder says so."""
+    from paceline.checkpoint.locate import locate_drafter
+    from paceline.checkpoint.training_record import num_held_out
+    from paceline.errors import PacelineError
+    from paceline.evaluation.prompts import file_sha256, read_prompts
+    from paceline.log import get_logger
+
+    held_out, folder = None, None
+    with contextlib.suppress(PacelineError):  # loading says what is wrong with it, or fetches it
+        folder = locate_drafter(run.draft_model, offline=True)
+    if folder is not None and path.is_file():
+        held_out = num_held_out(folder, file_sha256(path))
+    if held_out is not None and path.suffix != ".npz":
+        get_logger(__name__).warning("%s was trained on %s: what is measured on it may have been learnt", folder, path)
+    return read_prompts(path, limit=run.num_prompts, num_held_out=held_out)
 
 
 def _check_output(output: Path) -> None:

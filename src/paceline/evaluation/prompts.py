@@ -2,8 +2,8 @@
 
 A `.jsonl` file has one object per line, with one of `prompt` (one user turn), `turns` (user turns, answered in
 order) or `messages` (a chat that ends with the user), and optionally `id` and `category`. A `.npz` token file
-(`tokens`, `prompt_len`, `response_len`) gives the prompts of its last 1,024 conversations, which training holds out by
-default. Any other file is text with one prompt per line.
+(`tokens`, `prompt_len`, `response_len`) gives the prompts of its last conversations, those that training held out: as
+many as the drafter's record says, else 1,024, training's default. Any other file is text with one prompt per line.
 """
 
 from __future__ import annotations
@@ -61,20 +61,22 @@ def single_prompt(text: str, *, identity: str = "prompt") -> Prompt:
     return Prompt(id=identity, turns=(text,))
 
 
-def read_prompts(path: Path, *, limit: int | None = None) -> list[Prompt]:
+def read_prompts(path: Path, *, limit: int | None = None, num_held_out: int | None = None) -> list[Prompt]:
     """Read a prompt set.
 
     Args:
         path: `.jsonl`, `.npz` or plain text.
         limit: how many prompts to take from the start; None takes all.
+        num_held_out: conversations at the end of a token file that the drafter has not learnt; None is not known.
 
     Raises:
-        DataError: the file is missing, empty or unreadable, or a line is malformed; the message names file and line.
+        DataError: the file is missing, empty or unreadable, or a line is malformed; the message names file and line. Or
+            a token file has nothing that was held out.
     """
     if limit is not None and limit < 1:
         raise DataError(f"{limit} prompts were asked for; at least 1 is needed", origin={"prompts": path})
     if path.suffix == ".npz":
-        return _from_token_file(path, limit)
+        return _from_token_file(path, limit, num_held_out)
     prompts: list[Prompt] = []
     seen: dict[str, int] = {}
     for number, line in _lines(path):
@@ -208,17 +210,23 @@ def _messages(rows: object, origin: Mapping[str, object]) -> tuple[Message, ...]
     return tuple(messages)
 
 
-def _from_token_file(path: Path, limit: int | None) -> list[Prompt]:
+def _from_token_file(path: Path, limit: int | None, num_held_out: int | None) -> list[Prompt]:
     """Prompts of the held-out conversations of a token file, in the file's order."""
     from paceline.capture.token_file import read_token_file  # numpy; the other kinds of files need none
 
     file = read_token_file(path)
-    if len(file) <= NUM_HELD_OUT:
+    if num_held_out == 0:
+        raise DataError(
+            "the drafter has learnt every conversation of this file (data.hold_out 0)",
+            origin={"prompts": path},
+            hint="prompts that it has not seen",
+        )
+    if num_held_out is None and len(file) <= NUM_HELD_OUT:
         raise DataError(
             f"{path} holds {len(file)} conversations; the last {NUM_HELD_OUT:,} of a token file count as held out, so "
             "it cannot be told which of these were trained on",
             hint="a larger file, or the held-out prompts as .jsonl",
         )
-    first = len(file) - NUM_HELD_OUT
+    first = len(file) - (NUM_HELD_OUT if num_held_out is None else num_held_out)
     chosen = range(first, len(file) if limit is None else min(len(file), first + limit))
     return [Prompt(id=f"{path.stem}-{index}", token_ids=tuple(file.prompt_ids(index))) for index in chosen]

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from paceline.checkpoint.dialects.files import CONFIG_FILE, DrafterFiles
 from paceline.checkpoint.export import PROVENANCE_FILE
 from paceline.checkpoint.locate import read_json
 from paceline.checkpoint.names import drafter_destinations
+from paceline.checkpoint.training_record import data_of_run, recorded_runs
 from paceline.checkpoint.weights import load_strict
 from paceline.configuration.run import TrainRun
 from paceline.errors import CheckpointError, ConfigError
@@ -115,11 +116,12 @@ def read_history(run: TrainRun, folder: Path) -> Mapping[str, object]:
     history: Mapping[str, object] = _finite(file) if file.is_file() else {}
     hashes = file_hashes(run.data.files)
     is_recorded = False
-    for earlier in _runs(history):
-        known, kept = earlier.get("data.files"), earlier.get("data.hold_out")
-        if not (isinstance(known, Mapping) and isinstance(kept, int)):
+    for earlier in recorded_runs(history):
+        data = data_of_run(earlier)
+        if data is None:
             continue
         is_recorded = True
+        known, kept = data
         shared = [name for name, digest in hashes.items() if digest in known.values()]
         if shared and run.data.hold_out != kept:
             what = "learn conversations of {} that were" if run.data.hold_out < kept else "measure on those of {} not"
@@ -172,14 +174,6 @@ def _finite(file: Path) -> dict[str, object]:
     except ValueError as error:
         raise CheckpointError(f"{file} holds a number that JSON does not have: {error}") from error
     return found
-
-
-def _runs(history: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
-    """A record and those of the runs before it."""
-    while history:
-        yield history
-        before = history.get("start")
-        history = before if isinstance(before, Mapping) else {}
 
 
 def _digest(drafter: Drafter) -> str:

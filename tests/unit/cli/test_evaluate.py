@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 from tests.unit.cli.fakes import FakeEngine, fake_models
 from tests.unit.cli.test_main import run
@@ -174,3 +176,28 @@ def test_only_plain_greedy_serving_calibrates_a_folder_of_ones_own(
     assert run([*arguments, "--calibrate", *extra]) == 2
     assert part in capsys.readouterr().err
     assert engine.num_steps == 0 and list(drafter_folder.iterdir()) == []
+
+
+def test_nothing_that_the_drafter_has_learnt_is_asked(
+    engine: FakeEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A token file's held-out end is as long as the drafter's record says; of other files its name is a warning."""
+    data, chats, drafter = tmp_path / "data.npz", tmp_path / "chats.jsonl", tmp_path / "drafter"
+    sizes = {"prompt_len": numpy.full(2000, 2), "response_len": numpy.full(2000, 1)}
+    numpy.savez(data, tokens=numpy.tile(numpy.arange(3, dtype=numpy.uint16), 2000), **sizes)
+    chats.write_text('{"prompt": "x"}\n')
+    drafter.mkdir()
+    (drafter / "config.json").write_text("{}")
+    command = ["evaluate", "m", "--draft-model", str(drafter), "--prompts", str(data), "--prompts", str(chats)]
+
+    def asked() -> int:
+        assert run([*command, "--dry-run", "--json"]) == 0
+        found: int = json.loads(capsys.readouterr().out)["num_prompts"]["data"]
+        return found
+
+    assert asked() == 1024
+    known = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in (data, chats)}
+    (drafter / "provenance.json").write_text(json.dumps({"data.files": known, "data.hold_out": 300}))
+    assert asked() == 300
+    assert run([*command, "--dry-run"]) == 0
+    assert f"{drafter} was trained on {chats}: what is measured on it may have been learnt" in capsys.readouterr().err

@@ -117,6 +117,16 @@ def test_a_token_file_gives_its_held_out_end(tmp_path: Path) -> None:
     assert [prompt.id for prompt in read_prompts(path, limit=2)] == ["data-6", "data-7"]
 
 
+def test_a_token_file_gives_what_the_drafter_has_not_learnt(tmp_path: Path) -> None:
+    path = _token_file(tmp_path / "data.npz", 1030)
+    prompts = read_prompts(path, num_held_out=4)
+    assert [prompt.id for prompt in prompts] == [f"data-{index}" for index in range(1026, 1030)]
+    small = _token_file(tmp_path / "small.npz", 5)  # too few to tell, unless somebody knows
+    assert [prompt.token_ids for prompt in read_prompts(small, limit=1, num_held_out=2)] == [(15, 16)]
+    with pytest.raises(DataError, match=r"has learnt every conversation of this file \(data\.hold_out 0\)"):
+        read_prompts(path, num_held_out=0)
+
+
 def test_damaged_token_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"lacks the arrays \['response_len'\]"):
         read_prompts(_token_file(tmp_path / "a.npz", 3, response_len=None))
