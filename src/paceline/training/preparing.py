@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from paceline.capture.feature_record import conversation_key
 from paceline.checkpoint.contract import DrafterContract
 from paceline.configuration.run import TrainRun
 from paceline.errors import ConfigError
@@ -25,6 +28,8 @@ from paceline.training.objective import Objective
 from paceline.training.ranks import Ranks
 from paceline.training.starting import starting_drafter
 from paceline.training.step import StepSettings
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,28 @@ def read_data(run: TrainRun, vocab_size: int, encoder: ChatEncoder | None) -> Tr
         held_out[path.name if names[path.name] == 1 else str(path)] = kept
     whole = join(train)
     learned = drop_short(whole, max_length=run.data.max_length, min_supervised=run.data.min_supervised)
+    _warn_of_repeats(whole, held_out)
     return TrainingData(learned, held_out, whole)
+
+
+def _warn_of_repeats(train: Conversations, held_out: Mapping[str, Conversations]) -> None:
+    """Say how many held-out conversations are learnt word for word, from this file or from another."""
+    learnt = set(_keys(train))
+    for name, conversations in held_out.items():
+        repeated = sum(key in learnt for key in _keys(conversations))
+        if repeated:
+            _log.warning(
+                "%d of %d held-out conversations of %s are learnt word for word: what is measured on them comes out "
+                "too high",
+                repeated,
+                len(conversations),
+                name,
+            )
+
+
+def _keys(conversations: Conversations) -> Iterator[bytes]:
+    for start, end in itertools.pairwise(conversations.starts.tolist()):
+        yield conversation_key(conversations.tokens[start:end])
 
 
 def prepare_run(run: TrainRun, target: LoadedTarget, ranks: Ranks) -> RunParts:

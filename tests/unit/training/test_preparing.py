@@ -26,3 +26,16 @@ def test_no_held_out_set_replaces_another_of_its_name(
         name: [token for row in rows[-4:] for token in row] for name, rows in texts.items()
     }
     assert len(found.train) == 3 * 8
+
+
+def test_held_out_conversations_that_are_learnt_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """From the same file and from another one; a prompt with another answer is no repetition."""
+    texts = random_rows(12, 20, vocab_size=64)
+    other = [[*texts[0][:-1], 63], texts[9], *random_rows(6, 20, vocab_size=64, seed=1)]
+    texts[11] = texts[2]
+    files = [tmp_path / "a.npz", tmp_path / "b.npz"]
+    for file, rows in zip(files, (texts, other), strict=True):
+        write_token_file(file, rows, num_prompt_tokens=4)
+    read_data(tiny_settings(tmp_path / "out", files[0], data_files=list(map(str, files))), 64, None)
+    said = [record.getMessage() for record in caplog.records if "word for word" in record.getMessage()]
+    assert [message.split(" are ")[0] for message in said] == ["2 of 4 held-out conversations of a.npz"]
