@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.weights import (
+    TensorSource,
     disk_full_as_capacity_error,
     open_safetensors_file,
     save_safetensors,
@@ -157,12 +158,25 @@ def load_state(
         )
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(like_parameter(source.load(f"master.{name}"), parameter))
-            state = {moment: like_parameter(source.load(f"{moment}.{name}"), parameter) for moment in _MOMENTS}
+            parameter.copy_(_loaded(source, f"master.{name}", parameter))
+            state = {moment: _loaded(source, f"{moment}.{name}", parameter) for moment in _MOMENTS}
             count = torch.tensor(float(progress.num_updates))
             is_fused = bool(optimizer.defaults.get("fused"))
             optimizer.state[parameter] = {"step": count.to(parameter.device) if is_fused else count, **state}
     return progress
+
+
+def _loaded(source: TensorSource, name: str, parameter: Tensor) -> Tensor:
+    """One tensor of the state, sharded as the parameter is; copying alone would spread a smaller one over it."""
+    tensor = source.load(name)
+    if tensor.shape != parameter.shape or tensor.dtype != torch.float32 or not bool(torch.isfinite(tensor).all()):
+        raise CheckpointError(
+            f"{name} is {tensor.dtype} {list(tensor.shape)}; expected finite numbers in torch.float32 "
+            f"{list(parameter.shape)}",
+            origin={"state": source.origin},
+            hint="removing that folder, to resume from the one before it",
+        )
+    return like_parameter(tensor, parameter)
 
 
 def _require_same_run(saved: Mapping[str, object], asked: Mapping[str, object], folder: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.unit.models.conftest import tiny_drafter
 from torch import Tensor
 
@@ -138,6 +139,24 @@ def test_another_network_is_refused(tmp_path: Path) -> None:
     optimizer = make_optimizer(drafter, weight_decay=0.1, betas=(0.9, 0.95))
     with pytest.raises(CheckpointError, match="fc_norm"):
         load_state(step_folder(tmp_path, 1), drafter, optimizer, IDENTITY)
+
+
+@pytest.mark.parametrize("kind", ["master", "exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize("fault", ["one row for all", "bfloat16", "NaN"])
+def test_a_tensor_of_another_kind_is_refused(tmp_path: Path, kind: str, fault: str) -> None:
+    """One that fits by broadcasting or rounding would be taken, and train on from numbers that nobody saved."""
+    folder = save(tmp_path, 2)
+    tensors = load_file(folder / "state.safetensors")
+    name = f"{kind}.backbone.fc.weight"
+    changed = {
+        "one row for all": tensors[name][:1].contiguous(),
+        "bfloat16": tensors[name].bfloat16(),
+        "NaN": torch.full_like(tensors[name], float("nan")),
+    }
+    save_file(tensors | {name: changed[fault]}, folder / "state.safetensors")
+    drafter, optimizer = trained(0)
+    with pytest.raises(CheckpointError, match=rf"{name} is .*; expected finite numbers in torch\.float32"):
+        load_state(folder, drafter, optimizer, IDENTITY)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"step": 1}', '{"step": null, "num_updates": 1, "identity": {}}'])
