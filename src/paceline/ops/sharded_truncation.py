@@ -118,7 +118,9 @@ def _apply_top_p(z_RI: Tensor, top_p_R: Tensor, group: dist.ProcessGroup) -> Ten
         1
     )  # 1 for the first of all ranks
     is_kept_RI = (keys_RI > prefix_R.unsqueeze(1)) | (is_tie_RI & (order_RI <= num_kept_R.unsqueeze(1)))
-    return z_RI.masked_fill(~is_kept_RI & (top_p_R < 1.0).unsqueeze(1), -torch.inf)
+    # A row with NaN or +inf has no nucleus: what is wrong with it has to be seen behind this, too.
+    cuts_R = (top_p_R < 1.0) & log_sum_R.isfinite()
+    return z_RI.masked_fill(~is_kept_RI & cuts_R.unsqueeze(1), -torch.inf)
 
 
 def _is_highest(count_RJ: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from paceline.distributed.mesh import Layout, Mesh, TensorGroup
 from paceline.distributed.sharding import vocabulary_shard
 from paceline.distributed.world import World
 from paceline.engine.slots import SamplingRows
+from paceline.ops.finalise_block import NOT_A_NUMBER, NOTHING_LEFT, fault_of_rows
 from paceline.ops.noise import hash32
 from paceline.ops.sample_tokens import NO_TOKEN, sample_tokens
 from paceline.ops.sharded_top_k import IdRange, VocabularyShard
@@ -37,6 +38,7 @@ def logits() -> Tensor:
     found = torch.randint(0, 5, (ROWS, VOCAB), generator=torch.Generator().manual_seed(0)).float()
     found[0, 3], found[1, 20], found[2, 1], found[3, :] = torch.nan, torch.inf, -torch.inf, -torch.inf
     found[4, :11], found[5, 11:] = -torch.inf, -torch.inf
+    found[40, 3], found[41, 20], found[42, :] = torch.nan, torch.inf, -torch.inf  # where a nucleus is asked for
     return found
 
 
@@ -51,8 +53,9 @@ def settings(*, is_greedy: bool, is_truncated: bool) -> SamplingRows:
 
 
 def rows_of(shard: VocabularyShard, tensor: TensorGroup, *, is_greedy: bool, is_truncated: bool = False) -> Tensor:
+    """Ids, and what is wrong with the rows, [2, R]."""
     (ids,) = shard.ranges
-    return choose_ids(
+    ids_R, score_R = choose_ids(
         logits()[:, ids.first_id : ids.end_id],
         shard,
         tensor,
@@ -61,7 +64,8 @@ def rows_of(shard: VocabularyShard, tensor: TensorGroup, *, is_greedy: bool, is_
         all_greedy=is_greedy,
         vocab_size=VOCAB,
         truncation=Truncation(6, any_top_p=True, any_min_p=True) if is_truncated else Truncation(),
-    )[0]
+    )
+    return torch.stack((ids_R, fault_of_rows(score_R)))
 
 
 def choose_on_rank(ranks: Ranks) -> dict[str, Any]:
@@ -87,7 +91,9 @@ def test_several_ranks_choose_as_one(size: int, tmp_path: Any) -> None:
     for kind, options in KINDS.items():
         alone = rows_of(whole, TensorGroup(), **options)
         assert all(torch.equal(rank[kind], alone) for rank in found)
-        assert alone[[0, 1, 3]].tolist() == [NO_TOKEN] * 3 and int(alone[4]) >= 11 and int(alone[5]) < 11
+        ids_R, fault_R = alone
+        assert ids_R[[0, 1, 3]].tolist() == [NO_TOKEN] * 3 and int(ids_R[4]) >= 11 and int(ids_R[5]) < 11
+        assert fault_R[[0, 1, 3]].tolist() == fault_R[40:43].tolist() == [NOT_A_NUMBER, NOT_A_NUMBER, NOTHING_LEFT]
     assert not torch.equal(found[0]["own ids"], found[0]["sampled"]), "noise of an id is its own, wherever it is held"
 
 
@@ -108,5 +114,5 @@ def test_one_rank_chooses_as_a_process_without_ranks() -> None:
     )
     whole = VocabularyShard(VOCAB, (IdRange(0, 0, VOCAB),))
     found = rows_of(whole, TensorGroup(), is_greedy=False, is_truncated=True)
-    assert torch.equal(found, expected)
+    assert torch.equal(found[0], expected)
     assert not torch.equal(found, rows_of(whole, TensorGroup(), is_greedy=False))
