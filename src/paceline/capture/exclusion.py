@@ -82,6 +82,10 @@ def _texts(file: Path, content: str) -> Iterator[str]:
             raise DataError(
                 f"this line is not JSON: {error.msg} at column {error.colno}", origin={"exclude": f"{file}:{number}"}
             ) from error
+        except (ValueError, RecursionError) as error:  # thousands of digits or brackets
+            raise DataError(
+                f"this line is not JSON that can be read: {error}", origin={"exclude": f"{file}:{number}"}
+            ) from error
         yield from (text for text in _strings(row) if len(text.split()) >= _MIN_WORDS)
 
 

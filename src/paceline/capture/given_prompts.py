@@ -109,6 +109,8 @@ def _parsed(line: str, place: str) -> GivenPrompt:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"this line is not JSON: {error.msg} at column {error.colno}", origin=origin) from error
+    except (ValueError, RecursionError) as error:  # thousands of digits or brackets
+        raise DataError(f"this line is not JSON that can be read: {error}", origin=origin) from error
     if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
         raise DataError(f"a prompt has either `prompt` or `messages`, found {line.strip()[:120]}", origin=origin)
     chat = [{"role": "user", "content": row["prompt"]}] if "prompt" in row else row["messages"]

@@ -112,7 +112,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     try:
         content = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # thousands of digits or brackets are no JSONDecodeError
         raise CheckpointError(f"{path} is not valid JSON: {error}", hint="a fresh copy of the file") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a JSON {type(content).__name__}, expected an object")

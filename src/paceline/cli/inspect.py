@@ -94,7 +94,7 @@ def _is_drafter(path: Path) -> bool:
 
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(config, dict) and is_drafter_config(config)
 

@@ -100,6 +100,8 @@ def trace_from_json(line: str, *, place: str) -> RequestTrace:
             f"{place} is not JSON: {error.msg} at column {error.colno}",
             hint="remove this line; a run that was stopped while it wrote leaves a torn last line",
         ) from error
+    except (ValueError, RecursionError) as error:  # thousands of digits or brackets
+        raise DataError(f"{place} is not JSON that can be read: {error}", hint="remove this line") from error
     if not isinstance(values, dict):
         raise DataError(f"{place} is not a JSON object but {type(values).__name__}")
     schema = values.pop("schema", None)

@@ -49,7 +49,7 @@ def read_chats(path: Path, encoder: ChatEncoder) -> list[tuple[list[int], list[b
         try:
             row = json.loads(line)
             turns = [{key: _text(message[key]) for key in _READ} for message in row["messages"]]
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise DataError(
                 f"{path}:{number} is not a chat: {error!r}",
                 hint='{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}',

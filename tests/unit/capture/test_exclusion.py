@@ -60,6 +60,7 @@ def test_the_files_are_named_by_their_hashes(files: list[Path]) -> None:
     [
         ("a.jsonl", None, "does not exist"),
         ("a.jsonl", b"{no", "not JSON"),
+        ("a.jsonl", b"[" * 100_000, "not JSON that can be read"),
         ("a.txt", b"\xff\xfe\xff", "cannot be read"),
         ("a.npz", b"", "token ids, no words"),
     ],

@@ -64,6 +64,7 @@ def test_repeated_and_excluded_prompts_are_dropped(tmp_path: Path) -> None:
         ("", "holds no prompt"),
         ("\n \n", "holds no prompt"),
         ("{", "not JSON"),
+        ('{"prompt": "a", "id": ' + "1" * 5000 + "}", "not JSON that can be read"),
         ("[]", "either `prompt` or `messages`"),
         ('{"text": "a"}', "either `prompt` or `messages`"),
         ('{"prompt": "a", "messages": []}', "either `prompt` or `messages`"),

@@ -170,6 +170,7 @@ def test_json_errors_name_the_file(tmp_path: Path) -> None:
         ('{"a": ', "is not valid JSON"),
         ("[1]", "holds a JSON list, expected an object"),
         ("[" * 100_000, "is not valid JSON"),
+        ('{"a": ' + "1" * 5000 + "}", "is not valid JSON"),
     ):
         path.write_text(text)
         with pytest.raises(CheckpointError, match=message):

@@ -55,6 +55,8 @@ def changed(**changes: Any) -> str:
         ('{"schema": 1, "requ', "is not JSON: .* at column"),
         ("[1]", "is not a JSON object but list"),
         ("\n", "is not JSON"),
+        ('{"schema": ' + "1" * 5000 + "}", "is not JSON that can be read: .*4300 digits"),
+        ("[" * 100_000, "is not JSON that can be read: .*recursion"),
         (changed(schema=2), "has trace schema 2; this version reads schema 1"),
         (changed(method="gone"), "lacks method"),
         (changed(speed=3), "has unknown speed"),

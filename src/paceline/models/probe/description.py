@@ -72,7 +72,7 @@ def read_description(stored: Tensor) -> tuple[int, dict[str, Any]]:
         raise ValueError(f"description is {stored.dtype} of shape {list(stored.shape)}, expected bytes")
     try:
         found = json.loads(bytes(stored.tolist()))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"description is no JSON: {error}") from error
     if not isinstance(found, dict) or not isinstance(found.get("format"), int):
         raise ValueError("description names no format")

@@ -61,6 +61,7 @@ def test_fields_of_other_versions_are_passed_over() -> None:
     [
         (torch.ones(3), "expected bytes"),
         (torch.tensor(list(b"{"), dtype=torch.uint8), "no JSON"),
+        (torch.tensor(list(b"[" * 100_000), dtype=torch.uint8), "no JSON"),
         (torch.tensor(list(b'{"format":"2"}'), dtype=torch.uint8), "names no format"),
         (torch.tensor(list(b'{"format":2,"contract":{}}'), dtype=torch.uint8), "names no drafter family"),
     ],
