@@ -76,7 +76,7 @@ def _write(
         for name, parameter in exported.named_parameters():
             parameter.copy_(masters[name])
     exported.vocabulary.set_tables(parts.drafter.vocabulary.target_ids_V, None)
-    probe_source = next((c for c in data.held_out.values() if len(c)), data.train)
+    probe_source = next((c for c in data.held_out.values() if len(c.tokens) >= PROBE_TOKENS), data.train)
     probe = [int(token) for token in probe_source.tokens[:PROBE_TOKENS]]  # across borders, if texts are short
     write_drafter_folder(
         folder,

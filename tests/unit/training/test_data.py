@@ -488,6 +488,8 @@ def test_batches_pad_little_without_being_sorted_over_the_epoch() -> None:
     assert np.mean(spread) < 0.2 * np.mean(unsorted)
     longest = [lengths[order(index)].max() for index in range(order.batches_per_epoch)]
     assert longest != sorted(longest)
+    windows = [longest[first : first + 16] for first in range(0, 64, 16)]  # in each of which they were sorted
+    assert all(window != sorted(window) for window in windows), "batches would come from short to long"
 
 
 def test_too_few_conversations_for_a_batch_are_refused() -> None:

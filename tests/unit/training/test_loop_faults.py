@@ -282,3 +282,16 @@ def test_short_texts_still_make_a_probe(target: LoadedTarget, tmp_path: Path) ->
     assert outcome.drafter is not None
     fingerprint = open_safetensors_file(outcome.drafter / "fingerprint.safetensors")
     assert fingerprint.load("probe_ids").tolist() == [token for row in rows[-4:] for token in row][:PROBE_TOKENS]
+
+
+def test_a_held_out_text_too_short_for_a_probe_leaves_it_to_the_others(target: LoadedTarget, tmp_path: Path) -> None:
+    """Three tokens are no fingerprint: a run must not find that out when it exports what it has trained."""
+    rows = [*random_rows(9, 20, vocab_size=400), [7, 8, 9]]
+    data = write_token_file(tmp_path / "data.npz", rows, num_prompt_tokens=1)
+    settings = tiny_settings(
+        tmp_path / "run", data, data_hold_out=1, evaluate_num_conversations=1, schedule_num_steps=1
+    )
+    outcome = train(settings, target)
+    assert outcome.drafter is not None
+    fingerprint = open_safetensors_file(outcome.drafter / "fingerprint.safetensors")
+    assert fingerprint.load("probe_ids").tolist() == [*rows[0], *rows[1]][:PROBE_TOKENS]
