@@ -212,14 +212,15 @@ class _Run:
                 if bad_in_a_row == _MOST_BAD_STEPS:
                     self._report(progress.step, rows)
                     ranks.first_only(partial(self._give_up, step, batches))
-                if progress.step % run.evaluate.every == 0 or done:
-                    rows.append(self._evaluate(progress.step))
-                self._report(progress.step, rows)
-                # Before the checkpoint: a run that is killed between the two exports again, instead of not at all.
-                if run.checkpoint.export_every and progress.step % run.checkpoint.export_every == 0 and not done:
-                    self._export(progress.step, is_last=False)
-                if saves:
-                    checkpoint = self._save(progress)
+                with meter.paused():
+                    if progress.step % run.evaluate.every == 0 or done:
+                        rows.append(self._evaluate(progress.step))
+                    self._report(progress.step, rows)
+                    # Before the checkpoint: a run that is killed between the two exports again, instead of not at all.
+                    if run.checkpoint.export_every and progress.step % run.checkpoint.export_every == 0 and not done:
+                        self._export(progress.step, is_last=False)
+                    if saves:
+                        checkpoint = self._save(progress)
                 if is_stopped:
                     return Outcome(progress.step, False, checkpoint, None)
         return Outcome(progress.step, True, checkpoint, self._export(progress.step, is_last=True))

@@ -6,10 +6,11 @@ the mean. A resumed run first drops what lies past its checkpoint, from every fi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -148,6 +149,13 @@ class Meter:
         """
         self._results.append(result)
         self._counters.append(dict(counters or {}))
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """While evaluating or saving, which is no step's time: the next row would look slow for it."""
+        began = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - began
 
     def row(self, step: int, rate: float) -> dict[str, object]:
         """One row over the steps since the last, which is also logged."""

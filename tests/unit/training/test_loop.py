@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +32,7 @@ from paceline.checkpoint.calibration import Calibration, read_calibration
 from paceline.configuration.run import TrainRun
 from paceline.errors import ConfigError, DataError
 from paceline.models.loading import LoadedTarget
-from paceline.training import loop
+from paceline.training import loop, tracking
 from paceline.training.loop import Outcome, TrainingProgress, train
 from paceline.training.resume import load_state, save_state
 
@@ -321,6 +323,27 @@ def test_progress_is_told_after_every_step(
     ]
     assert {p.num_steps for p in told} == {12}
     assert json.loads(json.dumps([p.row for p in told if p.row is not None])) == metrics(run)
+
+
+def test_neither_evaluating_nor_saving_counts_as_a_step(
+    target: LoadedTarget, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes an hour by the clock of the rows, and shows in no row of the steps."""
+    hours = [0.0]
+    monkeypatch.setattr(tracking, "time", SimpleNamespace(perf_counter=lambda: time.perf_counter() + 3600 * hours[0]))
+    for name in ("_evaluate", "_save", "_export"):
+        real = getattr(loop._Run, name)
+
+        def slow(*arguments: Any, act: Callable[..., Any] = real, **options: Any) -> Any:
+            hours[0] += 1
+            return act(*arguments, **options)
+
+        monkeypatch.setattr(loop._Run, name, slow)
+    changes = {"evaluate_every": 2, "checkpoint_every": 4, "checkpoint_export_every": 4, "schedule_num_steps": 8}
+    run = tiny_settings(tmp_path / "run", data, **changes)
+    train(run, target)
+    assert hours[0] == 4 + 2 + 2
+    assert all(row["seconds"] < 3600 for row in metrics(run) if row["kind"] == "train")
 
 
 def test_evaluation_draws_nothing_that_training_draws(target: LoadedTarget, tmp_path: Path, data: Path) -> None:

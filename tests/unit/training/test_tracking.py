@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.configuration.run import TrackingSettings
 from paceline.errors import CapacityError, MissingExtraError
-from paceline.training import event_file
+from paceline.training import event_file, tracking
 from paceline.training.step import StepResult
 from paceline.training.tracking import Meter, MetricsFile, open_sinks
 
@@ -131,6 +131,27 @@ def test_a_step_without_a_finite_loss_is_counted_and_not_averaged() -> None:
     meter.add(step_result([0, 1], [0, 1], loss=float("nan")))
     row = meter.row(2, 1e-3)
     assert (row["loss"], row["num_bad_steps"], row["num_steps"]) == (3.0, 1, 2)
+
+
+def test_speed_and_time_left_are_those_of_the_steps(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An evaluation of 50 seconds makes no step slow; what is left goes on to cost such pauses."""
+    clock = [100.0]
+    monkeypatch.setattr(tracking.time, "perf_counter", lambda: clock[0])
+    meter = Meter(10, 20)
+    found = []
+    for step in (12, 14):
+        for _ in range(2):
+            clock[0] += 2.0
+            meter.add(step_result([0, 1], [0, 1], num_tokens=30))
+        with caplog.at_level("INFO"):
+            found.append(meter.row(step, 1e-3))
+        with meter.paused():
+            clock[0] += 50.0
+    assert [(row["seconds"], row["num_tokens"], row["tokens_per_second"]) for row in found] == [(4.0, 60, 15.0)] * 2
+    left = [record.getMessage().rsplit(" tok/s, ", 1)[1] for record in caplog.records]
+    assert left == ["16 s left", "87 s left"]  # 8 steps at 4 s for 2; 6 steps at 58 s for 4
 
 
 # --- every place that rows go to ---
