@@ -31,10 +31,12 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         special_tokens: Mapping[str, str],
         *,
         add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, object] | None = None,
     ) -> str:
         """Render messages.
 
@@ -42,21 +44,27 @@ class ChatTemplate:
             messages: each with `role` and `content`.
             special_tokens: `bos_token` and the like, as variables of the template.
             add_generation_prompt: end with what opens the assistant's turn.
+            tools: functions that the model may call, in the form of the OpenAI API.
+            variables: further ones, such as `enable_thinking`; what a template does not look at changes nothing.
         Returns:
             The prompt.
         Raises:
-            RequestError: the template fails, or refuses the messages.
+            RequestError: the template fails, or refuses the messages, or a further variable has the name of another.
         """
         import jinja2
 
+        values: dict[str, object] = {
+            "messages": [dict(message) for message in messages],
+            "tools": None if tools is None else [dict(tool) for tool in tools],
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **special_tokens,
+        }
+        for name in variables or {}:
+            if name in values:
+                raise RequestError(f"the variable {name!r} of the chat template is not the caller's to set")
         try:
-            rendered = self._template.render(
-                messages=[dict(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **special_tokens,
-            )
+            rendered = self._template.render({**values, **(variables or {})})
         # a template is a program: besides jinja's own errors it can raise what any operation on its data can
         except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise self._error("refused these messages", error) from error

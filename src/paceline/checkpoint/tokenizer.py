@@ -66,6 +66,11 @@ class TextTokenizer:
         return self._chat_template is not None
 
     @property
+    def chat_template(self) -> str | None:
+        """The template's text, for those who have to know what it can do."""
+        return self._chat_template
+
+    @property
     def template_sha256(self) -> str | None:
         """Hash of the chat template's text: two prompts are comparable only under the same template."""
         return None if self._chat_template is None else hashlib.sha256(self._chat_template.encode()).hexdigest()
@@ -110,12 +115,21 @@ class TextTokenizer:
         """
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
         """Render chat messages with the model's template.
 
         Args:
-            messages: each with the strings `role` and `content`.
+            messages: each with the strings `role` and `content`, and whatever else the template looks at.
             add_generation_prompt: end with what opens the assistant's turn.
+            tools: functions that the model may call.
+            variables: further ones for the template.
         Returns:
             The prompt, special tokens written out.
         Raises:
@@ -130,10 +144,16 @@ class TextTokenizer:
         for index, message in enumerate(messages):
             for key in ("role", "content"):
                 if not isinstance(message.get(key), str):
-                    raise RequestError(f"message {index} has {key} {message.get(key)!r}, expected a string")
+                    raise RequestError(f"message {index} has {key} {shown(message.get(key))}, expected a string")
         if self._renderer is None:
             self._renderer = ChatTemplate(self._chat_template, self.origin)
-        return self._renderer.render(messages, self._special_tokens, add_generation_prompt=add_generation_prompt)
+        return self._renderer.render(
+            messages,
+            self._special_tokens,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            variables=variables,
+        )
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Render chat messages, open the assistant's turn, and encode; the template's special tokens become their ids.

@@ -1,4 +1,4 @@
-"""From settings to loaded models and an engine; what `generate` and `evaluate` have in common."""
+"""From settings to loaded models and an engine; what several verbs have in common."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.cli.options import set_threads
 
 if TYPE_CHECKING:
     from paceline.configuration.environment import Environment
-    from paceline.configuration.generation import GenerateRun, ModelRun
+    from paceline.configuration.generation import GenerateRun, ModelRun, ModelSettings
     from paceline.engine.engine import Engine
     from paceline.engine.request import SamplingParameters
     from paceline.engine.structured import StructuredOutput
@@ -24,7 +24,7 @@ class Models:
     drafter: LoadedDrafter | None
 
 
-def load_models(run: ModelRun, environment: Environment) -> Models:
+def load_models(run: ModelSettings, environment: Environment) -> Models:
     """Load what the settings name and check that the two fit.
 
     Raises:

@@ -7,6 +7,7 @@
 | `PACELINE_DEBUG` | on (1) shows tracebacks, like `--debug`, and makes engines check their invariants | off (0) |
 | `PACELINE_NUM_THREADS` | CPU threads of tensor operations, like `--threads` | torch's choice |
 | `PACELINE_DEPENDENT_LAUNCH` | on (1), off (0), or a rule: kernels of a GPU begin before the one ahead has ended | on |
+| `PACELINE_API_KEY` | clients of `paceline serve` need it, as with `--api-key`, which every process can read | none |
 | `NO_COLOR` | anything but empty turns colours off (a convention that many programs share) | unset |
 
 The rules of dependent launch, which are there to be compared, are at-once, after-wait, mixed and late.
@@ -33,6 +34,7 @@ OWN_VARIABLES = (
     "PACELINE_DEBUG",
     "PACELINE_NUM_THREADS",
     "PACELINE_DEPENDENT_LAUNCH",
+    "PACELINE_API_KEY",
     "NO_COLOR",
 )
 FOREIGN_VARIABLES = (
@@ -48,7 +50,7 @@ FOREIGN_VARIABLES = (
     "TRITON_INTERPRET",
     "TRITON_CACHE_DIR",
 )
-_SECRET_VARIABLES = frozenset({"HF_TOKEN"})
+_SECRET_VARIABLES = frozenset({"HF_TOKEN", "PACELINE_API_KEY"})
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Environment:
     debug: bool = False
     num_threads: int | None = None
     dependent_launch: str = "on"
+    api_key: str | None = None
     no_color: bool = False
 
 
@@ -88,6 +91,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         debug=_is_on(found, "PACELINE_DEBUG"),
         num_threads=_count(found, "PACELINE_NUM_THREADS"),
         dependent_launch=_launch(found, "PACELINE_DEPENDENT_LAUNCH"),
+        api_key=found.get("PACELINE_API_KEY") or None,
         no_color=bool(found.get("NO_COLOR")),
     )
 

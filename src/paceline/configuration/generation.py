@@ -37,8 +37,8 @@ _TOKEN_ID = re.compile("0|[1-9][0-9]{0,18}")  # without leading zeros, so that n
 Penalty = Annotated[float, Strict(), Field(ge=-2, le=2, allow_inf_nan=False)]
 
 
-class ModelRun(Settings):
-    """What generation and evaluation have in common: the models, how they run, and how tokens are picked."""
+class ModelSettings(Settings):
+    """The models of a run and how they are run."""
 
     model: Name = Field(description="target: a folder, a .gguf file, a hub name or an alias")
     draft_model: Annotated[Name | None, OrNone] = Field(
@@ -50,26 +50,6 @@ class ModelRun(Settings):
     draft_sample_method: Annotated[DraftSampleMethod | None, OrNone] = Field(
         None, description="how proposals are picked when sampling; unset takes the drafter's own, coupled always draws"
     )
-    max_tokens: Count = Field(128, description="largest number of new tokens per prompt")
-    temperature: NumberOrZero = Field(0.0, description="0 is greedy; higher is more varied")
-    top_k: CountOrZero = Field(0, description="keep the k most likely tokens; 0 keeps all")
-    top_p: Annotated[float, Strict(), Field(gt=0, le=1, allow_inf_nan=False)] = Field(
-        1.0, description="keep the most likely tokens up to this share of probability"
-    )
-    min_p: Share = Field(0.0, description="drop tokens below this share of the likeliest one's probability")
-    seed: Annotated[Seed | None, OrNone] = Field(None, description="makes sampling repeatable; unset draws one")
-    system: Annotated[Name | None, OrNone] = Field(None, description="system message of the chat template")
-    raw: Flag = Field(False, description="take prompts as they are, without the chat template")
-    ignore_eos: Flag = Field(False, description="go on past end-of-text tokens, up to max_tokens")
-    max_model_len: Annotated[Count | None, OrNone] = Field(
-        None, description="largest context in tokens; unset takes what the prompts and max_tokens need"
-    )
-    min_tokens: CountOrZero = Field(0, description="the first so many tokens cannot end the text")
-    repetition_penalty: PositiveNumber = Field(
-        1.0, description="above 1 makes tokens of the prompt and the text less likely; 1 is off"
-    )
-    frequency_penalty: Penalty = Field(0.0, description="subtracted for each time that a token is in the text already")
-    presence_penalty: Penalty = Field(0.0, description="subtracted once for a token that is in the text already")
     verify_method: VerifyMethod = Field(
         "standard",
         description="how drafts are judged when sampling: standard, block (keeps more of a long block), match or "
@@ -83,6 +63,9 @@ class ModelRun(Settings):
         description="drafts are chosen from so many of the most frequent ids; auto takes those of 99.5 % of the text "
         "on a CPU, full takes all",
     )
+    max_model_len: Annotated[Count | None, OrNone] = Field(
+        None, description="largest context in tokens; unset takes what the prompts and max_tokens need"
+    )
     dtype: DtypeName = Field("auto", description="precision of the models; auto takes the device's best")
     device: DeviceName = Field("auto", description="auto, cpu, cuda or cuda:N")
     linear_mode: LinearMode = Field(
@@ -94,15 +77,36 @@ class ModelRun(Settings):
 
     @model_validator(mode="after")
     def _draft_settings_need_a_drafter(self) -> Self:
-        for name, unset in (
-            ("spec_tokens", None),
-            ("draft_sample_method", None),
-            ("verify_method", "standard"),
-            ("draft_length", "fixed"),
-            ("draft_vocab_size", "auto"),
-        ):
+        for name in ("spec_tokens", "draft_sample_method", "verify_method", "draft_length", "draft_vocab_size"):
+            unset = type(self).model_fields[name].default
             if self.draft_model is None and getattr(self, name) != unset:
                 raise ValueError(f"{name} is {getattr(self, name)!r} but there is no draft_model to use it")
+        return self
+
+
+class ModelRun(ModelSettings):
+    """What generation and evaluation have in common: the models, and how tokens are picked."""
+
+    max_tokens: Count = Field(128, description="largest number of new tokens per prompt")
+    temperature: NumberOrZero = Field(0.0, description="0 is greedy; higher is more varied")
+    top_k: CountOrZero = Field(0, description="keep the k most likely tokens; 0 keeps all")
+    top_p: Annotated[float, Strict(), Field(gt=0, le=1, allow_inf_nan=False)] = Field(
+        1.0, description="keep the most likely tokens up to this share of probability"
+    )
+    min_p: Share = Field(0.0, description="drop tokens below this share of the likeliest one's probability")
+    seed: Annotated[Seed | None, OrNone] = Field(None, description="makes sampling repeatable; unset draws one")
+    system: Annotated[Name | None, OrNone] = Field(None, description="system message of the chat template")
+    raw: Flag = Field(False, description="take prompts as they are, without the chat template")
+    ignore_eos: Flag = Field(False, description="go on past end-of-text tokens, up to max_tokens")
+    min_tokens: CountOrZero = Field(0, description="the first so many tokens cannot end the text")
+    repetition_penalty: PositiveNumber = Field(
+        1.0, description="above 1 makes tokens of the prompt and the text less likely; 1 is off"
+    )
+    frequency_penalty: Penalty = Field(0.0, description="subtracted for each time that a token is in the text already")
+    presence_penalty: Penalty = Field(0.0, description="subtracted once for a token that is in the text already")
+
+    @model_validator(mode="after")
+    def _text_settings_agree(self) -> Self:
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}")
         if self.raw and self.system is not None:

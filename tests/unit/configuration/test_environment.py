@@ -24,9 +24,10 @@ def test_all_variables() -> None:
             "PACELINE_DEBUG": "1",
             "PACELINE_NUM_THREADS": "2",
             "PACELINE_DEPENDENT_LAUNCH": "mixed",
+            "PACELINE_API_KEY": "key",
             "NO_COLOR": "1",
         }
-    ) == Environment("debug", "attn_res", True, 2, "mixed", True)
+    ) == Environment("debug", "attn_res", True, 2, "mixed", "key", True)
 
 
 @pytest.mark.parametrize(

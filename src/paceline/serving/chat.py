@@ -1,0 +1,104 @@
+"""Messages of a chat to the ids of a prompt, with the target's own template."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from paceline.checkpoint.tokenizer import TextTokenizer
+from paceline.errors import shown
+from paceline.serving.fields import FieldError
+from paceline.serving.protocol import ChatMessage, ToolCall
+
+
+def encode_chat(
+    messages: Sequence[ChatMessage],
+    tokenizer: TextTokenizer,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, object] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+) -> list[int]:
+    """The prompt of a chat.
+
+    Args:
+        messages: of the request.
+        tokenizer: the target's.
+        tools: functions that the model may call, as the template gets them.
+        variables: further ones of the template.
+        add_generation_prompt: end with what opens the assistant's turn.
+        continue_final_message: end in the last message, so that the answer goes on with it.
+    Returns:
+        Token ids.
+    Raises:
+        FieldError: a message holds something other than text, or the last one cannot be gone on with.
+        RequestError: there is no template, or it refuses the messages.
+    """
+    plain = [as_template_takes(message, f"messages.{index}") for index, message in enumerate(messages)]
+    text = tokenizer.render_chat(
+        plain,
+        add_generation_prompt=add_generation_prompt and not continue_final_message,
+        tools=tools,
+        variables=variables,
+    )
+    return tokenizer.encode(_cut_behind_last(text, plain) if continue_final_message else text)
+
+
+def as_template_takes(message: ChatMessage, place: str) -> dict[str, Any]:
+    """One message as templates know it: its content one text, arguments of calls as values.
+
+    Args:
+        message: of the request.
+        place: where it stands, for errors.
+    Raises:
+        FieldError: it holds something other than text.
+    """
+    plain: dict[str, Any] = {**(message.model_extra or {}), "role": message.role, "content": _text_of(message, place)}
+    if message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        plain["tool_calls"] = [_call(call) for call in message.tool_calls]
+    return plain
+
+
+def _text_of(message: ChatMessage, place: str) -> str:
+    if isinstance(message.content, str):
+        return message.content
+    if message.content is None:
+        if message.tool_calls:
+            return ""
+        raise FieldError(f"{place} has no content", param=f"{place}.content")
+    texts = []
+    for index, part in enumerate(message.content):
+        param = f"{place}.content.{index}"
+        if part.type != "text":
+            raise FieldError(f"{param} is of type {shown(part.type)}; only text can be read here", param=param)
+        if part.text is None:
+            raise FieldError(f"{param} is of type text and has none", param=f"{param}.text")
+        texts.append(part.text)
+    return "".join(texts)
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    """A call; its arguments as values, since templates write them as JSON themselves."""
+    arguments: object = call.function.arguments
+    with contextlib.suppress(ValueError):  # what is no JSON stays the text that the model once wrote
+        arguments = json.loads(call.function.arguments)
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"type": "function", "function": function, **({} if call.id is None else {"id": call.id})}
+
+
+def _cut_behind_last(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
+    """A rendered chat up to the end of its last message's content."""
+    content: str = messages[-1]["content"].strip()
+    place = text.rfind(content) if content else -1
+    if place < 0:
+        raise FieldError(
+            "continue_final_message is set, but the last message has no content that the chat template repeats",
+            param="continue_final_message",
+            hint="a last message of the assistant with some text",
+        )
+    return text[: place + len(content)]

@@ -1,0 +1,129 @@
+"""From the body of a request to prompts and sampling parameters; everything that can be wrong with it is found here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.engine.sampling import SamplingParameters
+from paceline.serving.chat import encode_chat
+from paceline.serving.fields import FieldError, sampling_of
+from paceline.serving.model import ServedModel
+from paceline.serving.protocol import ChatCompletionRequest, CompletionRequest, SamplingFields
+from paceline.serving.samples import Asked
+from paceline.serving.tools import ToolUse, tool_use
+
+DEFAULT_MAX_TOKENS = 16  # of a completion, by the OpenAI API; a chat has the room that there is
+MOST_SAMPLES = 1024  # answers of one request
+_MOST_TOP_LOGPROBS = 20  # of a chat, by the OpenAI API
+
+
+@dataclass(frozen=True)
+class PreparedChat:
+    """A chat that can be run.
+
+    Attributes:
+        asked: of the engine.
+        tools: what its tools come to.
+    """
+
+    asked: Asked
+    tools: ToolUse
+
+
+def prepare_chat(body: ChatCompletionRequest, model: ServedModel, timeout_s: float | None) -> PreparedChat:
+    """Render and encode a chat.
+
+    Args:
+        body: of the request.
+        model: that answers.
+        timeout_s: after which an answer ends.
+    Raises:
+        RequestError: a field asks for something impossible; a `FieldError` where it is known which.
+    """
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if body.top_logprobs is not None and not body.logprobs:
+        raise FieldError("top_logprobs is set, and logprobs is not true", param="top_logprobs")
+    if not 0 <= (body.top_logprobs or 0) <= _MOST_TOP_LOGPROBS:
+        message = f"top_logprobs is {body.top_logprobs}; it has to be from 0 to {_MOST_TOP_LOGPROBS}"
+        raise FieldError(message, param="top_logprobs")
+    tools = tool_use(body, model.tokenizer)
+    sampling = sampling_of(
+        body,
+        model.defaults,
+        max_tokens=model.max_model_len if max_tokens is None else max_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        structure=tools.grammar,
+    )
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    if not body.messages:
+        raise FieldError("messages is empty; a chat needs at least one", param="messages")
+    prompt = encode_chat(
+        body.messages,
+        model.tokenizer,
+        tools=tools.for_template,
+        variables=variables,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=body.continue_final_message is True,
+    )
+    return PreparedChat(_asked(body, [tuple(prompt)], sampling, model, "messages", timeout_s), tools)
+
+
+def prepare_completion(body: CompletionRequest, model: ServedModel, timeout_s: float | None) -> Asked:
+    """Encode the prompts of a completion; arguments and errors are those of `prepare_chat`."""
+    if body.echo:
+        raise FieldError("echo is not supported: answers hold new text alone", param="echo")
+    if body.suffix:
+        raise FieldError("suffix is not supported: text is only ever continued", param="suffix")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise FieldError(f"best_of is {body.best_of}; answers are not ranked here", param="best_of", hint="n")
+    sampling = sampling_of(
+        body,
+        model.defaults,
+        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        logprobs=body.logprobs,
+    )
+    return _asked(body, _prompts_of(body, model), sampling, model, "prompt", timeout_s)
+
+
+def _prompts_of(body: CompletionRequest, model: ServedModel) -> list[tuple[int, ...]]:
+    given: Sequence[object] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    if not given:
+        raise FieldError("prompt is an empty list", param="prompt")
+    if isinstance(given[0], int):
+        given = [given]
+    with_special = body.add_special_tokens is not False
+    prompts: list[tuple[int, ...]] = []
+    for prompt in given:
+        if isinstance(prompt, str):
+            prompts.append(tuple(model.tokenizer.encode(prompt, add_special_tokens=with_special)))
+        else:
+            assert isinstance(prompt, Sequence), "the protocol has texts and lists of ids"
+            prompts.append(tuple(prompt))
+    return prompts
+
+
+def _asked(
+    body: SamplingFields,
+    prompts: Sequence[tuple[int, ...]],
+    sampling: SamplingParameters,
+    model: ServedModel,
+    param: str,
+    timeout_s: float | None,
+) -> Asked:
+    for index, prompt in enumerate(prompts):
+        which = f"{param} {index}" if len(prompts) > 1 else param
+        if not prompt:
+            raise FieldError(f"{which} has no tokens; at least one is needed to predict the next", param=param)
+        if len(prompt) >= model.max_model_len:
+            raise FieldError(
+                f"{which} has {len(prompt)} tokens; the context of {model.max_model_len} leaves no room for a new one",
+                param=param,
+                hint=f"at most {model.max_model_len - 1} tokens",
+            )
+    num_samples = len(prompts) * sampling.n
+    if num_samples > MOST_SAMPLES:
+        raise FieldError(f"{num_samples} answers are asked for; at most {MOST_SAMPLES} are possible", param="n")
+    return Asked(tuple(prompts), sampling, body.priority or 0, timeout_s, body.cache_salt)

@@ -1,0 +1,66 @@
+"""The text and the bytes of single tokens, as log-probabilities and `/tokenize` show them."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paceline.checkpoint.tokenizer import TextTokenizer
+
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # how SentencePiece vocabularies name a single byte
+
+
+class TokenTexts:
+    """Looks tokens up; what was asked for once is kept.
+
+    A token may hold a part of a character. Its bytes are exact then; its text has U+FFFD for what is incomplete.
+
+    Args:
+        tokenizer: the target's.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+        backend = tokenizer.backend
+        self._added = frozenset(backend.get_added_tokens_decoder())
+        self._is_byte_level = type(backend.decoder).__name__ == "ByteLevel"
+        self._known: dict[int, bytes] = {}
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Of one token; of an id without a token none."""
+        if token_id not in self._known:
+            self._known[token_id] = self._look_up(token_id)
+        return self._known[token_id]
+
+    def text_of(self, token_id: int) -> str:
+        """Of one token."""
+        return self.bytes_of(token_id).decode("utf-8", errors="replace")
+
+    def _look_up(self, token_id: int) -> bytes:
+        token: str | None = self._tokenizer.backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._added:
+            return token.encode()
+        if self._is_byte_level:
+            table = byte_of_character()
+            return bytes(table[character] for character in token if character in table)
+        byte = _BYTE_TOKEN.fullmatch(token)
+        if byte is not None:
+            return bytes([int(byte[1], 16)])
+        return token.replace("\u2581", " ").encode()  # SentencePiece writes a space so
+
+
+@functools.cache
+def byte_of_character() -> dict[str, int]:
+    """The byte behind each character of a byte-level vocabulary.
+
+    Printable bytes of Latin-1 stand for themselves; the others are, in order, the characters from U+0100 on.
+
+    Source: the byte-level BPE of GPT-2.
+    """
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + rank): byte for rank, byte in enumerate(others)}
