@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, Strict, model_validator
@@ -16,6 +15,7 @@ from paceline.configuration.fields import (
     Name,
     NumberOrZero,
     OrNone,
+    PathName,
     Seed,
     Settings,
     Share,
@@ -28,11 +28,11 @@ class CapturePromptsRun(Settings):
     """Conversations that a target writes: prompts of its own, or given ones, and answers to them."""
 
     model: Name = Field(description="target: a folder, a .gguf file, a hub name or an alias")
-    output: Path = Field(description="folder of the shards; an earlier capture with equal settings goes on in it")
+    output: PathName = Field(description="folder of the shards; an earlier capture with equal settings goes on in it")
     self_chat: Annotated[Count | None, OrNone] = Field(
         None, description="conversations that the target starts by itself, before duplicates are dropped"
     )
-    prompts: Annotated[Path | None, OrNone] = Field(
+    prompts: Annotated[PathName | None, OrNone] = Field(
         None, description="prompts to answer, JSONL with `prompt` or `messages`"
     )
     max_user_tokens: Count = Field(98, ge=2, description="a longer user turn of self-chat is dropped")
@@ -46,7 +46,7 @@ class CapturePromptsRun(Settings):
         1.0, description="of the other answers: sample from the likeliest tokens up to this share of probability"
     )
     seed: Seed = Field(0, description="of all choices and draws")
-    exclude: tuple[Path, ...] = Field(
+    exclude: tuple[PathName, ...] = Field(
         (), description="files of evaluation prompts; prompts that resemble one are left out"
     )
     exclude_ngram: Count = Field(8, description="words in a row that a prompt may not share with an excluded one")

@@ -5,6 +5,7 @@ Numbers and flags are strict: a quoted "4" in a file is a mistake of its writer,
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict, StringConstraints
@@ -37,6 +38,20 @@ def _known_device(device: str) -> str:
     raise ValueError(f"{device!r} is no device; use auto, cpu, cuda or cuda:N")
 
 
+def _not_empty(value: object) -> object:
+    if isinstance(value, str) and not value.strip():
+        raise ValueError("is empty; a path is needed, and . is the working folder")
+    return value
+
+
+def _at_home(path: Path) -> Path:
+    """A leading ~ as the home folder: no shell does that to KEY=~/path, nor inside a file."""
+    try:
+        return path.expanduser()
+    except RuntimeError as error:  # somebody else's home
+        raise ValueError(f"{str(path)!r} names a home folder that does not exist") from error
+
+
 def _none_word(value: object) -> object:
     return None if value == UNSET_WORD else value
 
@@ -51,6 +66,7 @@ UNSET_WORD = "none"
 OrNone = BeforeValidator(_none_word)
 """For fields that may be unset although their default is a value: TOML has no null, so the word `none` says it."""
 
+PathName = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(_at_home)]
 DeviceName = Annotated[str, Strict(), AfterValidator(_known_device)]
 DraftVocabSize = Annotated[int | Literal["auto", "full"], BeforeValidator(_number_or_word)]
 

@@ -23,6 +23,7 @@ from paceline.configuration.fields import (
     Name,
     NumberOrZero,
     OrNone,
+    PathName,
     PositiveNumber,
     Seed,
     Settings,
@@ -54,7 +55,7 @@ class DrafterSettings(Settings):
         description="dflash predicts each position on its own, dflash2 and dspark let neighbours agree on a text, "
         "eagle3 drafts one token per pass",
     )
-    start_from: Annotated[Path | None, OrNone] = Field(
+    start_from: Annotated[PathName | None, OrNone] = Field(
         None, description="folder of a drafter of the same shape to go on from; unset starts from random weights"
     )
     num_layers: Count = Field(4, le=64, description="decoder layers of the drafter")
@@ -181,7 +182,7 @@ class DrafterSettings(Settings):
 class DataSettings(Settings):
     """Conversations to learn from."""
 
-    files: tuple[Path, ...] = Field(
+    files: tuple[PathName, ...] = Field(
         min_length=1, description="token files (.npz), chat files (.jsonl) or folders of `paceline capture prompts`"
     )
     hold_out: CountOrZero = Field(
@@ -196,14 +197,15 @@ class DataSettings(Settings):
         description="response tokens within max_length that a conversation needs to be trained on; 0 takes all, "
         "2 * block_size is a good choice",
     )
-    features: Annotated[Path | None, OrNone] = Field(
+    features: Annotated[PathName | None, OrNone] = Field(
         None, description="folder of `paceline capture features`; unset runs the target beside the drafter"
     )
 
     @field_validator("files")
     @classmethod
     def _no_file_twice(cls, files: tuple[Path, ...]) -> tuple[Path, ...]:
-        repeated = sorted({str(file) for file in files if files.count(file) > 1})
+        places = [file.resolve() for file in files]
+        repeated = sorted({str(file) for file, place in zip(files, places, strict=True) if places.count(place) > 1})
         if repeated:
             raise ValueError(f"listed twice: {', '.join(repeated)}")
         return files
@@ -329,7 +331,7 @@ class TrainRun(Settings):
     """A whole training run: from which data, which drafter, for which target, to which folder."""
 
     seed: Seed = Field(0, description="seed of the weights, the order of the data and the anchors")
-    output: Path = Field(description="folder of the run: settings, metrics, checkpoints and the finished drafter")
+    output: PathName = Field(description="folder of the run: settings, metrics, checkpoints and the finished drafter")
     device: DeviceName = Field("auto", description="auto, cpu, cuda or cuda:N")
     target: TargetSettings
     drafter: DrafterSettings

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from paceline.configuration.capture import CapturePromptsRun
 from paceline.configuration.generation import EvaluateRun, GenerateRun
 from paceline.configuration.run import TrainRun
 
@@ -61,3 +62,42 @@ def test_listed_taps_say_how_many_there_are() -> None:
 def test_settings_cannot_be_changed() -> None:
     with pytest.raises(ValidationError):
         _drafter().num_layers = 3
+
+
+def _run(**values: Any) -> Any:
+    tables = {
+        "target": {"name": "m"},
+        "drafter": {"mask_token_id": 0},
+        "data": {"files": ["a.npz"]},
+        "schedule": {"num_steps": 1, "batch_size": 1, "num_anchors": 1},
+    }
+    return tables | {"output": "out"} | values
+
+
+def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of every path, in a file or behind KEY=, where no shell looks; a folder named ~ is nobody's wish."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    data = {"files": ["~/a.npz", "~/b.npz"], "features": "~/f"}
+    drafter = {"mask_token_id": 0, "start_from": "~/d"}
+    run = TrainRun.model_validate(_run(output="~/out", data=data, drafter=drafter))
+    paths = [run.output, *run.data.files, run.data.features, run.drafter.start_from]
+    assert paths == [tmp_path / name for name in ("out", "a.npz", "b.npz", "f", "d")]
+    capture = CapturePromptsRun.model_validate({"model": "m", "output": "~/o", "prompts": "~/p", "exclude": ["~/e"]})
+    assert (capture.output, capture.prompts, capture.exclude) == (tmp_path / "o", tmp_path / "p", (tmp_path / "e",))
+    with pytest.raises(ValidationError, match="names a home folder that does not exist"):
+        TrainRun.model_validate(_run(output="~nobody-of-this-name/out"))
+
+
+@pytest.mark.parametrize("empty", ["", " "])
+def test_an_empty_path_is_not_the_working_folder(empty: str) -> None:
+    with pytest.raises(ValidationError, match="is empty"):
+        TrainRun.model_validate(_run(output=empty))
+    assert TrainRun.model_validate(_run(output=".")).output == Path()
+
+
+def test_one_file_by_two_names_is_listed_twice(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "link.npz").symlink_to(tmp_path / "a.npz")
+    for other in ("a.npz", "sub/../a.npz", "link.npz"):
+        with pytest.raises(ValidationError, match="listed twice"):
+            TrainRun.model_validate(_run(data={"files": [str(tmp_path / "a.npz"), f"{tmp_path}/{other}"]}))
