@@ -6,7 +6,6 @@ Nothing here knows torch: device and dtype are names, which the models turn into
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, Strict, field_validator, model_validator
@@ -24,6 +23,7 @@ from paceline.configuration.fields import (
     Number,
     NumberOrZero,
     OrNone,
+    PathName,
     PositiveNumber,
     Seed,
     Settings,
@@ -159,7 +159,7 @@ class GenerateRun(ModelRun):
     trace: Annotated[Flag | None, OrNone] = Field(
         None, description="show accepted, refused and bonus tokens; unset shows them on a terminal"
     )
-    trace_file: Annotated[Path | None, OrNone] = Field(
+    trace_file: Annotated[PathName | None, OrNone] = Field(
         None, description="append a record of every step to this .jsonl file"
     )
 
@@ -204,7 +204,7 @@ class EvaluateRun(ModelRun):
     """Served acceptance of a drafter on prompt files."""
 
     draft_model: Name = Field(description="drafter folder or hub name")
-    prompts: tuple[Path, ...] = Field(
+    prompts: tuple[PathName, ...] = Field(
         min_length=1, description="prompt files (.jsonl, plain text or held-out .npz), one set each"
     )
     num_prompts: Annotated[Count | None, OrNone] = Field(None, description="prompts per set; unset takes all")

@@ -82,6 +82,8 @@ def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     run = TrainRun.model_validate(_run(output="~/out", data=data, drafter=drafter))
     paths = [run.output, *run.data.files, run.data.features, run.drafter.start_from]
     assert paths == [tmp_path / name for name in ("out", "a.npz", "b.npz", "f", "d")]
+    asked = EvaluateRun.model_validate({"model": "m", "draft_model": "d", "prompts": ["~/p.jsonl"]})
+    assert asked.prompts == (tmp_path / "p.jsonl",)
     capture = CapturePromptsRun.model_validate({"model": "m", "output": "~/o", "prompts": "~/p", "exclude": ["~/e"]})
     assert (capture.output, capture.prompts, capture.exclude) == (tmp_path / "o", tmp_path / "p", (tmp_path / "e",))
     with pytest.raises(ValidationError, match="names a home folder that does not exist"):
