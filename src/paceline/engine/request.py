@@ -166,6 +166,12 @@ def check_prompt(prompt_ids: Sequence[int], *, vocab_size: int, max_model_len: i
 
 def _as_ids(prompt_ids: object) -> tuple[int, ...]:
     """Integers of any library as Python's own; nothing is rounded, and no text is taken for ids."""
+    num_dimensions = getattr(prompt_ids, "ndim", 1)  # of a tensor or array
+    if num_dimensions != 1:
+        raise RequestError(
+            f"the prompt has {num_dimensions} dimensions; it has to be a sequence of token ids",
+            hint="a row of it, or Engine.generate, which takes several prompts",
+        )
     if isinstance(prompt_ids, str | bytes | Mapping | Set) or not isinstance(prompt_ids, Iterable):
         raise RequestError(
             f"the prompt is of type {type(prompt_ids).__name__}; it has to be a sequence of token ids",
@@ -175,5 +181,8 @@ def _as_ids(prompt_ids: object) -> tuple[int, ...]:
     for index, token in enumerate(prompt_ids):
         if isinstance(token, bool) or not hasattr(token, "__index__"):
             raise RequestError(f"prompt token {index} is {shown(token)}; it has to be an integer")
-        ids.append(operator.index(token))
+        try:
+            ids.append(operator.index(token))
+        except TypeError as error:  # a tensor says that it is an integer, whatever it holds
+            raise RequestError(f"prompt token {index} is {shown(token)}; it has to be an integer") from error
     return tuple(ids)
