@@ -131,9 +131,14 @@ def evaluate(
         options.show_settings(run, as_json=as_json, extra={"num_prompts": counts})
         return
     from paceline.cli.running import load_models, make_engine
+    from paceline.evaluation.acceptance import check_questions, longest_question
 
     models = load_models(run, environment)
-    engine = make_engine(run, models, max_num_seqs=run.max_num_seqs)
+    tokenizer, everything = models.target.tokenizer, [prompt for _, rows in sets for prompt in rows]
+    longest = longest_question(tokenizer, everything, max_tokens=run.max_tokens, system=run.system, raw=run.raw)
+    engine = make_engine(run, models, max_num_seqs=run.max_num_seqs, num_prompt_tokens=longest)
+    vocab_size = models.target.contract.vocab_size
+    check_questions(engine, tokenizer, everything, vocab_size=vocab_size, system=run.system, raw=run.raw)
     results = _evaluate_sets(run, models, engine, sets, shows_progress=session.verbosity >= 0)
     if calibrate:
         _calibrate(run, models, results)

@@ -362,6 +362,8 @@ def _run_all(run: GenerateRun, models: Models, prompts: Sequence[Prompt], view: 
     sampling = answer_sampling_of(run)
     if run.logprobs is not None and not view.as_json:
         get_logger(__name__).warning("logprobs are shown with --json alone: logprobs changes nothing")
+    if run.trace and view.as_json:
+        get_logger(__name__).warning("the trace is not shown beside --json: trace changes nothing")
     first_seed = sampling.seed if sampling.seed is not None else secrets.randbits(31)
     encoded = [encode_prompt(prompt, models.target.tokenizer, system=run.system, raw=run.raw) for prompt in prompts]
     longest = max(map(len, encoded))
@@ -372,7 +374,7 @@ def _run_all(run: GenerateRun, models: Models, prompts: Sequence[Prompt], view: 
     jobs = [(prompt, ids, sample) for prompt, ids in zip(prompts, encoded, strict=True) for sample in range(run.n)]
     sampling = replace(sampling, n=1)
     outcomes: list[report.Outcome] = []
-    interrupted = False
+    interrupted, failure = False, None
     writer = TraceWriter(run.trace_file) if run.trace_file is not None else None
     try:
         if plain_engine is not None:
@@ -389,7 +391,8 @@ def _run_all(run: GenerateRun, models: Models, prompts: Sequence[Prompt], view: 
             if writer is not None:
                 writer.write(result.trace)
             if result.finish_reason == "error":
-                raise _failure(outcome, models, is_dead_end=engine.stats().num_dead_ends > 0)
+                failure = _failure(outcome, models, is_dead_end=engine.stats().num_dead_ends > 0)
+                break
             if result.finish_reason == "abort":
                 interrupted = True
                 break
@@ -410,6 +413,8 @@ def _run_all(run: GenerateRun, models: Models, prompts: Sequence[Prompt], view: 
         options.print_json(report.as_json_object(run, models, outcomes))
     else:
         report.show_summary(outcomes, view)
+    if failure is not None:  # raised behind the answers that came before, which it must not cost
+        raise failure
     if interrupted:
         typer.echo("interrupted", err=True)
         return EXIT_INTERRUPTED

@@ -128,6 +128,7 @@ def as_json_object(run: GenerateRun, models: Models, outcomes: Sequence[Outcome]
             "token_ids": list(result.token_ids),
             "finish_reason": result.finish_reason,
             "stop_reason": result.stop_reason,
+            "error": result.error,
             "lossless": result.is_lossless,
             "method": result.trace.method,
             "verify_method": result.verify_method,

@@ -185,6 +185,12 @@ class GenerateRun(ModelRun):
         return self
 
     @model_validator(mode="after")
+    def _a_mode_needs_log_probabilities(self) -> Self:
+        if self.logprobs is None and self.logprobs_mode != "raw":
+            raise ValueError(f"logprobs_mode is {self.logprobs_mode!r} but logprobs is unset: there are none to read")
+        return self
+
+    @model_validator(mode="after")
     def _cuts_make_the_stages(self) -> Self:
         if self.pipeline_cuts and len(self.pipeline_cuts) != self.pipeline_parallel_size - 1:
             raise ValueError(

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from paceline.errors import CapacityError, NumericError, RequestError
+from paceline.engine.request import check_prompt
+from paceline.errors import CapacityError, NumericError, PacelineError, RequestError
 from paceline.evaluation.prompts import Prompt, encode_prompt
 from paceline.evaluation.statistics import bootstrap_ratio
 from paceline.trace.acceptance import AcceptanceSummary
@@ -154,6 +155,65 @@ def evaluate_set(
     return summarise(name, answers)
 
 
+def longest_question(
+    tokenizer: TextTokenizer,
+    prompts: Sequence[Prompt],
+    *,
+    max_tokens: int,
+    system: str | None = None,
+    raw: bool = False,
+) -> int:
+    """Tokens of the longest question, with every answer before it as long as it may be.
+
+    Args:
+        tokenizer: the target's.
+        prompts: of all sets.
+        max_tokens: of an answer.
+        system: as for `evaluate_set`.
+        raw: likewise.
+
+    Raises:
+        RequestError: a prompt cannot be asked as it stands.
+    """
+
+    def size(prompt: Prompt) -> int:
+        num_answers = prompt.num_turns - 1
+        empty = [""] * num_answers
+        return len(encode_prompt(prompt, tokenizer, answers=empty, system=system, raw=raw)) + num_answers * max_tokens
+
+    return max(map(size, prompts))
+
+
+def check_questions(
+    engine: Engine,
+    tokenizer: TextTokenizer,
+    prompts: Sequence[Prompt],
+    *,
+    vocab_size: int,
+    system: str | None = None,
+    raw: bool = False,
+) -> None:
+    """Refuse prompts whose first question does not fit, before any of them costs its time.
+
+    Args:
+        engine: that will answer.
+        tokenizer: the target's.
+        prompts: of all sets.
+        vocab_size: of the target.
+        system: as for `evaluate_set`.
+        raw: likewise.
+
+    Raises:
+        RequestError: names the prompt.
+    """
+    for prompt in prompts:
+        ids = encode_prompt(prompt, tokenizer, system=system, raw=raw)
+        try:
+            check_prompt(ids, vocab_size=vocab_size, max_model_len=engine.max_model_len)
+        except RequestError as error:
+            raise _of_prompt(prompt, error) from error
+
+
 def summarise(name: str, answers: Sequence[Sequence[Answer]]) -> SetAcceptance:
     """Figures of a set from the answers of each of its prompts."""
     flat = tuple(answer for group in answers for answer in group)
@@ -189,4 +249,9 @@ def _add(
     try:
         return engine.add_request(ids, sampling)
     except (RequestError, CapacityError) as error:
-        raise type(error)(f"prompt {prompt.id!r}: {error.message}", origin=error.origin, hint=error.hint) from error
+        raise _of_prompt(prompt, error) from error
+
+
+def _of_prompt(prompt: Prompt, error: PacelineError) -> PacelineError:
+    """The same error, which names its prompt."""
+    return type(error)(f"prompt {prompt.id!r}: {error.message}", origin=error.origin, hint=error.hint)

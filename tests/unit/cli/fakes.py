@@ -57,6 +57,12 @@ class FakeEngine:
     seeds: list[int | None] = field(default_factory=list)
     asked: list[Any] = field(default_factory=list)
     verify_method: str = "standard"
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    def sized(self, **sizes: int) -> FakeEngine:
+        """Remember what it was made for."""
+        self.sizes = sizes
+        return self
 
     def add_request(self, prompt_ids: Sequence[int], sampling: Any, request_id: str | None = None) -> str:
         name = f"r{len(self.results) + len(self.running)}"

@@ -17,7 +17,7 @@ from paceline.cli import running
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     made = FakeEngine()
-    monkeypatch.setattr(running, "make_engine", lambda settings, models, max_num_seqs=1: made)
+    monkeypatch.setattr(running, "make_engine", lambda settings, models, **sizes: made.sized(**sizes))
     monkeypatch.setattr(running, "load_models", lambda settings, environment: fake_models())
     return made
 
@@ -108,6 +108,23 @@ def test_a_result_file_that_cannot_be_written_is_refused_at_once(
     monkeypatch.setattr("os.access", lambda path, mode, **others: not mode & os.W_OK)
     assert run([*arguments, "--output", str(tmp_path / "result.json")]) == 2
     assert "nothing can be written into" in capsys.readouterr().err
+    assert engine.num_steps == 0
+
+
+def test_the_context_holds_the_longest_conversation(engine: FakeEngine, arguments: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "long.jsonl"
+    file.write_text(json.dumps({"turns": ["x" * 1500, "y" * 400]}) + "\n")
+    assert run([*arguments, "--prompts", str(file), "--max-tokens", "60"]) == 0
+    assert engine.sizes["num_prompt_tokens"] == 1500 + 400 + 60  # the answer to the first turn is asked with the second
+
+
+def test_a_prompt_too_long_is_refused_before_any_set(
+    engine: FakeEngine, arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "long.jsonl"
+    file.write_text(json.dumps({"id": "endless", "prompt": "x" * 3000}) + "\n")
+    assert run([*arguments, "--prompts", str(file)]) == 2
+    assert "RequestError: prompt 'endless': the prompt has 3000 tokens" in capsys.readouterr().err
     assert engine.num_steps == 0
 
 

@@ -157,6 +157,29 @@ def test_bad_logits_are_a_failure(engines: dict[bool, FakeEngine], capsys: pytes
     assert "a NaN or an infinity" in error
 
 
+def test_an_answer_that_fails_costs_no_earlier_one(
+    engines: dict[bool, FakeEngine], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engines[True]
+    step = engine.step
+
+    def step_that_fails_later() -> list[Any]:
+        engine.last_reason = "error" if engine.results else "stop"
+        return step()
+
+    monkeypatch.setattr(engine, "step", step_that_fails_later)
+    assert run([*WITH_DRAFTER, "--prompt", "second", "--prompt", "third", "--json"]) == 1
+    captured = capsys.readouterr()
+    rows = json.loads(captured.out)["results"]
+    assert [(row["finish_reason"], row["error"]) for row in rows] == [("stop", None), ("error", engine.error)]
+    assert "NumericError: prompt 'prompt-1'" in captured.err
+
+
+def test_a_trace_that_nobody_sees_is_named(engines: dict[bool, FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*WITH_DRAFTER, "--trace", "--json"]) == 0
+    assert "the trace is not shown beside --json" in capsys.readouterr().err
+
+
 def test_rules_that_leave_nothing_are_the_callers_mistake(
     engines: dict[bool, FakeEngine], capsys: pytest.CaptureFixture[str]
 ) -> None:

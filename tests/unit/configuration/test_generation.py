@@ -40,6 +40,7 @@ from paceline.ops.acceptance import VERIFY_METHODS
         ({"n": 0}, "n"),
         ({"n": 65}, "n"),
         ({"logprobs": 33}, "logprobs"),
+        ({"logprobs_mode": "processed"}, "there are none to read"),
         ({"logit_bias": {"one": 1.0}}, "'one' is no token id"),
         ({"logit_bias": {"42": 1.0, "042": -1.0}}, "'042' is no token id"),
         ({"logit_bias": {"1" * 5000: 1.0}}, "is no token id"),
