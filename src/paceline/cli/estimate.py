@@ -96,7 +96,7 @@ def estimate_run(run: TrainRun, *, offline: bool) -> dict[str, object]:
     return {
         "num_conversations": len(train),
         "num_held_out": sum(map(len, data.held_out.values())),
-        "num_supervised_tokens": train.num_supervised,
+        "num_supervised_tokens": int(train.taught(run.data.max_length).sum()),
         "mean_length_tokens": round(float(lengths.mean()), 1),
         "num_epochs": round(rows * run.schedule.num_steps / batches.num_rows, 2),
         "num_target_parameters": num_target_parameters(target),

@@ -102,6 +102,14 @@ class Conversations:
         """Response tokens in all."""
         return int(self.supervised.sum())
 
+    def taught(self, max_length: int) -> np.ndarray:
+        """bool [total]: response tokens that are left where each conversation is cut on the right to `max_length`."""
+        lengths = np.diff(self.starts)
+        taught: np.ndarray = self.supervised & (
+            np.arange(len(self.tokens)) - np.repeat(self.starts[:-1], lengths) < max_length
+        )
+        return taught
+
     def select(self, indices: Sequence[int] | np.ndarray) -> Conversations:
         """Some of the conversations, copied."""
         spans = [slice(int(self.starts[i]), int(self.starts[i + 1])) for i in indices]
@@ -190,9 +198,10 @@ def drop_short(conversations: Conversations, *, max_length: int, min_supervised:
     """
     lengths = np.diff(conversations.starts)
     owner = np.repeat(np.arange(len(lengths)), lengths)
-    position = np.arange(len(owner)) - np.repeat(conversations.starts[:-1], lengths)
-    supervised = conversations.supervised & (position < max_length)
-    starts_block = supervised[:-1] & supervised[1:] & (owner[:-1] == owner[1:]) & (position[:-1] > 0)
+    is_first = np.zeros(len(owner), bool)
+    is_first[conversations.starts[:-1][lengths > 0]] = True
+    supervised = conversations.taught(max_length)
+    starts_block = supervised[:-1] & supervised[1:] & (owner[:-1] == owner[1:]) & ~is_first[:-1]
     if not starts_block.any():
         raise DataError(
             f"none of {len(lengths)} conversations has two response tokens in a row, behind a token of context, among "

@@ -172,7 +172,7 @@ class _Run:
         _log.info(
             "%d conversations, %d supervised tokens, %d batches per epoch, %d trainable parameters",
             len(self.parts.data.train),
-            self.parts.data.train.num_supervised,
+            int(self.parts.data.train.taught(run.data.max_length).sum()),
             self.parts.batches.per_epoch,
             sum(p.numel() for p in self.drafter.parameters()),
         )

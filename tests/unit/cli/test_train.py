@@ -92,7 +92,7 @@ def test_a_dry_run_counts_and_estimates(
     assert run(["train", str(run_file), "--dry-run", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["num_conversations"], found["num_held_out"]) == (32, 8)
-    assert found["num_supervised_tokens"] == 640
+    assert found["num_supervised_tokens"] == 32 * 14  # of 20 each, which begin behind 10 and are cut at 24
     assert found["mean_length_tokens"] == 24
     assert found["num_epochs"] == 1.25
     assert found["memory_mib"] > 0
