@@ -68,8 +68,17 @@ def compare(
         num_anchors: of each text, spread over it.
         are_own_texts: the target wrote the answers greedily, so that its states must foretell them.
     Raises:
-        CompatibilityError: both drafters are of different dtypes, so that nothing else could be told from rounding.
+        CompatibilityError: both drafters are of different dtypes, so that nothing else could be told from rounding; or
+            training has no such drafter.
     """
+    windows = [window for window in served.contract.layer_windows if window is not None]
+    if windows and served.contract.family == "eagle3":
+        raise CompatibilityError(
+            f"the drafter's layers see {', '.join(map(str, windows))} tokens; an EAGLE-3 drafter is trained without "
+            "windows here, so there is nothing that its serving could be held against",
+            origin={"drafter": served.contract.origin},
+            hint="`paceline check`, which scores the drafter as it is served",
+        )
     trained = training_drafter(served) if trained is None else trained
     dtypes = [next(model.parameters()).dtype for model in (trained, served.model)]
     if dtypes[0] != dtypes[1]:

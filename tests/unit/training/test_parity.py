@@ -221,6 +221,13 @@ def test_another_drafter_dtype_is_refused() -> None:
         compared(pair, trained=training_drafter(pair[1]).to(torch.bfloat16))
 
 
+def test_an_eagle3_drafter_with_windows_is_refused() -> None:
+    """It can be served; it cannot be trained, and an assertion of ours is no answer."""
+    pair = loaded(drafter_family="eagle3", layer_windows=(8,), layer_causal=(True,), num_layers=1)
+    with pytest.raises(CompatibilityError, match="layers see 8 tokens; an EAGLE-3 drafter is trained without windows"):
+        compared(pair)
+
+
 def test_states_of_the_wrong_end_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     original = parity.TargetFeatures
 
