@@ -1,4 +1,4 @@
-"""A tiny model behind the real server: a byte-level tokenizer with a chat template, uvicorn in a thread, a real port."""
+"""A tiny model behind the real server: byte-level tokens, a chat template, uvicorn in a thread, a real port."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from paceline.serving.server import ServerOptions
 from paceline.serving.token_texts import byte_of_character
 
 NAME = "tiny/qwen3"
-MAX_MODEL_LEN = 256
+MAX_MODEL_LEN = 512
 TEMPLATE = (
     "{% if tools %}<|system|>{% for tool in tools %}{{ tool.function | tojson }}{% endfor %} <tool_call>{% endif %}"
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"

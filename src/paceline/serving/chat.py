@@ -37,7 +37,7 @@ def encode_chat(
         FieldError: a message holds something other than text, or the last one cannot be gone on with.
         RequestError: there is no template, or it refuses the messages.
     """
-    plain = [as_template_takes(message, f"messages.{index}") for index, message in enumerate(messages)]
+    plain = [as_template_takes(message, f"messages[{index}]") for index, message in enumerate(messages)]
     text = tokenizer.render_chat(
         plain,
         add_generation_prompt=add_generation_prompt and not continue_final_message,
@@ -73,7 +73,7 @@ def _text_of(message: ChatMessage, place: str) -> str:
         raise FieldError(f"{place} has no content", param=f"{place}.content")
     texts = []
     for index, part in enumerate(message.content):
-        param = f"{place}.content.{index}"
+        param = f"{place}.content[{index}]"
         if part.type != "text":
             raise FieldError(f"{param} is of type {shown(part.type)}; only text can be read here", param=param)
         if part.text is None:

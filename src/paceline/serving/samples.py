@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from paceline.engine.request import RequestDelta, RequestResult
 from paceline.engine.sampling import SamplingParameters, samples_of
-from paceline.errors import NumericError
+from paceline.errors import NumericError, RequestError
+from paceline.serving.fields import named
 
 if TYPE_CHECKING:
     from paceline.engine.async_engine import AsyncEngine
@@ -119,6 +120,6 @@ async def _run(
         await waiting.put((index, result))
     except Exception as error:
         reason = "error"
-        await waiting.put(error)
+        await waiting.put(named(error) if isinstance(error, RequestError) else error)
     finally:
         timer.end(reason)

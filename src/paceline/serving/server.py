@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -124,7 +125,7 @@ class Server:
         events = run_samples(self.host.engine, asked, name, ready.metrics)
         if body.stream:
             writer = self._writer(body, ready, name, asked, is_chat=True, reads_calls=reader)
-            return await self._streamed(events, writer, asked)
+            return await self._streamed(events, writer, asked, request)
         results = await unless_gone(request, _collect(events))
         if results is None:
             return Response(status_code=_CLIENT_HAS_GONE)
@@ -145,7 +146,8 @@ class Server:
         name = f"cmpl-{uuid.uuid4().hex}"
         events = run_samples(self.host.engine, asked, name, ready.metrics)
         if body.stream:
-            return await self._streamed(events, self._writer(body, ready, name, asked, is_chat=False), asked)
+            writer = self._writer(body, ready, name, asked, is_chat=False)
+            return await self._streamed(events, writer, asked, request)
         results = await unless_gone(request, _collect(events))
         if results is None:
             return Response(status_code=_CLIENT_HAS_GONE)
@@ -188,7 +190,9 @@ class Server:
             has_usage_everywhere=options is not None and options.continuous_usage_stats is True,
         )
 
-    async def _streamed(self, events: AsyncGenerator[Event, None], writer: ChunkWriter, asked: Asked) -> Response:
+    async def _streamed(
+        self, events: AsyncGenerator[Event, None], writer: ChunkWriter, asked: Asked, request: Request
+    ) -> Response:
         """A stream whose first event is there, or awaited for long: what is refused at once gets its own status."""
         begun = await _begun(events, self.options.ping_s)
         num_draft_tokens = self.host.model.num_draft_tokens
@@ -200,7 +204,8 @@ class Server:
         def usage(results: list[RequestResult]) -> Usage:
             return usage_of(results, asked.sampling.n)
 
-        frames = frames_of(begun, writer, usage, last_words, error_body)
+        say_failure = functools.partial(error_body, request_id=getattr(request.state, "request_id", None))
+        frames = frames_of(begun, writer, usage, last_words, say_failure)
         return EventStream(kept_alive(frames, self.options.ping_s))
 
     # The rest

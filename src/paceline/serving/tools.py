@@ -54,7 +54,7 @@ def tool_use(body: ChatCompletionRequest, tokenizer: TextTokenizer) -> ToolUse:
     names = [tool.function.name for tool in body.tools]
     for index, name in enumerate(names):
         if name in names[:index]:
-            raise FieldError(f"two tools are named {shown(name)}", param=f"tools.{index}.function.name")
+            raise FieldError(f"two tools are named {shown(name)}", param=f"tools[{index}].function.name")
     if choice == "none":
         return ToolUse()
     template = tokenizer.chat_template or ""
