@@ -83,12 +83,13 @@ def resolve_device(device: str) -> torch.device:
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    chosen = torch.device(device)
-    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+    kind, _, index = device.partition(":")
+    # Not asked of torch.device, which keeps 8 bits of an index: of 256 it would make the first GPU.
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
         raise ConfigError(
             f"device {device} was asked for; torch sees {torch.cuda.device_count()} GPUs", hint="--device cpu"
         )
-    return chosen
+    return torch.device(device)
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:

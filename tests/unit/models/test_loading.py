@@ -162,10 +162,12 @@ def test_dtype_device_and_arithmetic(folder: Path) -> None:
     assert modes == {"row_invariant"}
 
 
-def test_a_gpu_that_is_not_there() -> None:
-    count = torch.cuda.device_count()
+@pytest.mark.parametrize("index", [0, 128, 256, 2**70], ids=["next", "negative in 8 bits", "0 in 8 bits", "no number"])
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_gpu_that_is_not_there(index: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     with pytest.raises(ConfigError, match=f"torch sees {count} GPUs"):
-        resolve_device(f"cuda:{count}")
+        resolve_device(f"cuda:{max(index, count)}")
     assert resolve_device("cpu") == torch.device("cpu")
 
 
