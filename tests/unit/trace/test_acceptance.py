@@ -46,6 +46,9 @@ def test_worked_numbers_at_fixed_depth() -> None:
 def test_worked_numbers_at_variable_depth() -> None:
     summary = summarise([7, 7, 3, 3, 3], [3, 7, 2, 0, 3])
     assert summary.per_position == pytest.approx((4 / 5, 4 / 5, 3 / 5, 1 / 2, 1 / 2, 1 / 2, 1 / 2))
+    # A step that kept all of its three drafts had no fourth to keep: it does not count there.
+    assert summary.conditional == pytest.approx((4 / 5, 1, 3 / 4, 1 / 2, 1, 1, 1))
+    assert summary.histogram == (1, 0, 1, 2, 0, 0, 0, 1)
 
 
 def test_worked_rates_of_a_schedule_with_a_given_length() -> None:
