@@ -148,7 +148,7 @@ def test_a_mounted_application_keeps_the_same_paths() -> None:
     [
         ["Bearer wrong"],
         ["Bearer right1"],
-        ["Bearer righ"],
+        ["Bearer rig"],
         ["Bearer "],
         ["Bearer"],
         ["right"],
