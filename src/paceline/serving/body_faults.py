@@ -182,7 +182,7 @@ def _dotted(place: Sequence[str | int]) -> str:
         if isinstance(key, int):
             text += f"[{key}]"
         else:
-            text += ("." if text else "") + _cut(key, 100)
+            text += ("." if text else "") + key
     return _cut(text, 200)
 
 

@@ -149,6 +149,14 @@ def test_an_engine_without_drafter_or_blocks_divides_by_nothing() -> None:
     assert found["accepted_tokens_per_step_bucket", "0.0"] == 0
 
 
+def test_positions_that_were_never_drafted_are_there_and_0() -> None:
+    found = samples_of(engine_stats(drafted_per_position=(2,), accepted_per_position=(1,)), num_draft_tokens=3)
+    for kind, first in (("accepted", 1), ("draft", 2)):
+        name = f"spec_decode_num_{kind}_tokens_per_pos_total"
+        assert [found[name, str(position)] for position in range(3)] == [first, 0, 0]
+    assert found["accepted_tokens_per_step_bucket", "3.0"] == 2
+
+
 def test_without_an_engine_nothing_is_said_of_one() -> None:
     assert samples_of(None) == {("engine_running", ""): 0}
 

@@ -128,7 +128,7 @@ def test_statuses_and_types_are_those_of_the_table(error: Exception, status: int
 def test_what_is_wrong_with_a_request_is_told_with_its_hint_and_without_its_origin() -> None:
     told = error_body(ERRORS["request"])["error"]
     assert told["message"] == "top_k is -5; it has to be at least 0. Try: top_k=0"
-    assert error_body(RequestError("no hint"))["error"]["message"] == "no hint"
+    assert error_body(RequestError("no hint", origin={"file": SECRET}))["error"]["message"] == "no hint"
 
 
 def test_an_error_may_name_its_field() -> None:
