@@ -77,6 +77,10 @@ def serve(
     canary: Annotated[
         str | None, typer.Option(metavar="start|off", help="Check the drafter first.", rich_help_panel=SERVER)
     ] = None,
+    stream_interval_s: Annotated[
+        float | None,
+        typer.Option(help="Least time between two chunks of a stream.", rich_help_panel=SERVER),
+    ] = None,
     request_timeout_s: Annotated[
         float | None, typer.Option(help="Seconds after which an answer ends.", rich_help_panel=SERVER)
     ] = None,
@@ -139,6 +143,7 @@ def serve(
             "num_blocks": num_blocks,
             "prefix_cache": prefix_cache,
             "canary": canary,
+            "stream_interval_s": stream_interval_s,
             "request_timeout_s": request_timeout_s,
             "shutdown_timeout_s": shutdown_timeout_s,
             "max_body_mb": max_body_mb,
@@ -233,6 +238,7 @@ def run_server(
             api_keys=run.api_keys,
             max_body_bytes=run.max_body_mb * 2**20,
             metrics_level=run.per_request_spec_decode_metrics,
+            stream_interval_s=run.stream_interval_s,
             request_timeout_s=run.request_timeout_s,
             allowed_origins=run.allowed_origins,
         ),

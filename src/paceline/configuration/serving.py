@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, Strict, field_validator, model_validator
 
-from paceline.configuration.fields import Count, CountOrZero, Flag, Name, OrNone, PositiveNumber
+from paceline.configuration.fields import Count, CountOrZero, Flag, Name, NumberOrZero, OrNone, PositiveNumber
 from paceline.configuration.generation import DraftLength, ModelSettings
 
 Port = Annotated[int, Strict(), Field(ge=0, le=65535)]
@@ -44,6 +44,9 @@ class ServeRun(ModelSettings):
     prefix_cache: Flag = Field(True, description="keep the keys of texts for requests that begin the same")
     canary: Literal["start", "off"] = Field(
         "start", description="start serves nothing before a drafter has passed its canary"
+    )
+    stream_interval_s: NumberOrZero = Field(
+        0.02, description="least time between two chunks of an answer; 0 sends each step's tokens at once"
     )
     request_timeout_s: Annotated[PositiveNumber | None, OrNone] = Field(
         None, description="seconds after which an answer ends where it is; unset sets no limit"

@@ -158,6 +158,7 @@ class AsyncEngine:
         priority: int = 0,
         timeout_s: float | None = None,
         cache_salt: str | None = None,
+        interval_s: float = 0.0,
     ) -> AsyncGenerator[RequestDelta, None]:
         """Run a request and yield what each step adds; closing or cancelling the iterator ends the request.
 
@@ -168,6 +169,7 @@ class AsyncEngine:
             priority: lower goes first.
             timeout_s: after it the request ends with the reason "abort".
             cache_salt: only requests of the same salt share cached prefixes.
+            interval_s: least time between two deltas, see `DeltaStream`; what came meanwhile is one.
 
         Yields:
             Deltas; the last of them has a reason.
@@ -179,7 +181,7 @@ class AsyncEngine:
             EngineDeadError: it kept failing, now or before.
         """
         thread = self._require_thread()
-        stream = DeltaStream(asyncio.get_running_loop(), self._most_waiting)
+        stream = DeltaStream(asyncio.get_running_loop(), self._most_waiting, interval_s)
         thread.submit(Submission(prompt_ids, sampling, request_id, priority, timeout_s, cache_salt), stream)
         has_ended = False
         try:

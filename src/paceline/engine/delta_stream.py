@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 
 from paceline.engine.request import RequestDelta
@@ -15,16 +16,22 @@ class DeltaStream:
     A reader that is slow holds nobody up: once `most_waiting` deltas wait, further ones are joined to the last, so that
     nothing is lost and no more than so many wait.
 
+    Waking a reader costs the engine: on a CPU whose cores all compute, whoever wakes takes one of them away in the
+    middle of a step. A reader that needs no token at once says how often it looks.
+
     Args:
         loop: of the reader.
         most_waiting: at least 1.
+        interval_s: least time between two looks, at which all that came is one delta; the first and the last delta, and
+            an error, wake the reader at once. 0 wakes it for each; infinity is for who wants the whole.
 
     Attributes:
         is_abandoned: the reader has gone; what is put is not read any more.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, most_waiting: int) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, most_waiting: int, interval_s: float = 0.0) -> None:
         self.is_abandoned = False
+        self._interval_s, self._next_look_s = interval_s, 0.0
         self._loop, self._most_waiting = loop, most_waiting
         self._waiting: deque[RequestDelta] = deque()
         self._error: BaseException | None = None
@@ -41,6 +48,11 @@ class DeltaStream:
             if len(self._waiting) >= self._most_waiting:
                 delta = joined(self._waiting.pop(), delta)
             self._waiting.append(delta)
+        if self._interval_s > 0 and delta.finish_reason is None:
+            now_s = time.monotonic()
+            if now_s < self._next_look_s:
+                return not self.is_abandoned
+            self._next_look_s = now_s + self._interval_s
         return self._wake()
 
     def fail(self, error: BaseException) -> bool:
@@ -58,7 +70,10 @@ class DeltaStream:
         while True:
             with self._lock:
                 if self._waiting:
-                    return self._waiting.popleft()
+                    delta = self._waiting.popleft()
+                    while self._interval_s > 0 and self._waiting:
+                        delta = joined(delta, self._waiting.popleft())
+                    return delta
                 if self._error is not None:
                     raise self._error
             # Set only by callbacks of this loop, and none runs between the look above and the wait below.

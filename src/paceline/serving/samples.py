@@ -30,6 +30,7 @@ class Asked:
         priority: as for `AsyncEngine.generate`, and so are the other two.
         timeout_s: likewise.
         cache_salt: likewise.
+        interval_s: likewise.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -37,6 +38,7 @@ class Asked:
     priority: int = 0
     timeout_s: float | None = None
     cache_salt: str | None = None
+    interval_s: float = 0.0
 
     @property
     def num_samples(self) -> int:
@@ -107,6 +109,7 @@ async def _run(
             priority=asked.priority,
             timeout_s=asked.timeout_s,
             cache_salt=asked.cache_salt,
+            interval_s=asked.interval_s,
         )
         async with contextlib.aclosing(stream):
             async for delta in stream:

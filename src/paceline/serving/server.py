@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -54,6 +55,7 @@ class ServerOptions:
         max_body_bytes: of a request.
         metrics_level: what answers tell of drafting.
         request_timeout_s: after which an answer ends; None for never.
+        stream_interval_s: least time between two chunks of an answer.
         ping_s: after so much silence a stream says that it is there.
         allowed_origins: of pages that may ask, as browsers name them; "*" for all.
     """
@@ -63,6 +65,7 @@ class ServerOptions:
     max_body_bytes: int = 32 * 2**20
     metrics_level: MetricsLevel = "none"
     request_timeout_s: float | None = None
+    stream_interval_s: float = 0.0
     ping_s: float = DEFAULT_PING_S
     allowed_origins: tuple[str, ...] = ()
 
@@ -115,7 +118,7 @@ class Server:
         """Answer POST /v1/chat/completions."""
         ready = self._for(body)
         prepared = await asyncio.to_thread(prepare_chat, body, ready.model, self.options.request_timeout_s)
-        asked, tools = prepared.asked, prepared.tools
+        asked, tools = self._paced(prepared.asked, body), prepared.tools
         hidden = self._hidden_ids(body, ready)
 
         def reader() -> CallReader | None:
@@ -141,7 +144,8 @@ class Server:
     async def complete(self, body: CompletionRequest, request: Request) -> Response | Completion:
         """Answer POST /v1/completions."""
         ready = self._for(body)
-        asked = await asyncio.to_thread(prepare_completion, body, ready.model, self.options.request_timeout_s)
+        prepared = await asyncio.to_thread(prepare_completion, body, ready.model, self.options.request_timeout_s)
+        asked = self._paced(prepared, body)
         hidden = self._hidden_ids(body, ready)
         name = f"cmpl-{uuid.uuid4().hex}"
         events = run_samples(self.host.engine, asked, name, ready.metrics)
@@ -160,6 +164,10 @@ class Server:
             usage=usage_of(results, asked.sampling.n),
             metrics=drafting_metrics(results, ready.model.num_draft_tokens, self.options.metrics_level),
         )
+
+    def _paced(self, asked: Asked, body: SamplingFields) -> Asked:
+        """Nobody reads a whole answer before its end, so nobody is woken before it."""
+        return replace(asked, interval_s=self.options.stream_interval_s if body.stream else math.inf)
 
     def _writer(
         self,

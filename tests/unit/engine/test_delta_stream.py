@@ -83,3 +83,53 @@ def test_a_closed_loop_and_an_abandoned_stream_are_read_by_nobody() -> None:
         assert not stream.put(delta(1))
 
     asyncio.run(abandon())
+
+
+def test_a_reader_that_looks_now_and_then_is_woken_so_often() -> None:
+    """At the first delta, after each interval, and at the end; what came meanwhile comes as one."""
+
+    async def read(interval_s: float, pauses_s: list[float]) -> list[tuple[int, ...]]:
+        stream = DeltaStream(asyncio.get_running_loop(), 64, interval_s)
+        found: list[tuple[int, ...]] = []
+
+        async def look() -> None:
+            while sum(map(len, found)) < len(pauses_s):
+                found.append((await asyncio.wait_for(stream.get(), 10)).token_ids)
+
+        looking = asyncio.ensure_future(look())
+        for index, pause_s in enumerate(pauses_s):
+            await asyncio.sleep(pause_s)
+            stream.put(delta(index, finish_reason="stop" if index == len(pauses_s) - 1 else None))
+        await looking
+        return found
+
+    steps_s = [0.001] * 20
+    assert asyncio.run(read(0.0, steps_s)) == [(index,) for index in range(20)]
+    assert asyncio.run(read(float("inf"), steps_s)) == [(0,), tuple(range(1, 20))]
+    assert asyncio.run(read(0.3, [0.0, 0.05, 0.4, 0.05, 0.05])) == [(0,), (1, 2), (3, 4)]
+
+
+def test_an_error_wakes_a_reader_that_looks_now_and_then() -> None:
+    async def read() -> None:
+        stream = DeltaStream(asyncio.get_running_loop(), 64, float("inf"))
+        stream.put(delta(0))
+        assert (await stream.get()).token_ids == (0,)
+        waiting = asyncio.ensure_future(stream.get())
+        await asyncio.sleep(0.01)
+        stream.put(delta(1))
+        stream.fail(ValueError("gone"))
+        assert (await asyncio.wait_for(waiting, 10)).token_ids == (1,)
+        with pytest.raises(ValueError, match="gone"):
+            await asyncio.wait_for(stream.get(), 10)
+
+    asyncio.run(read())
+
+
+def test_somebody_who_left_is_noticed_between_two_looks() -> None:
+    async def leave() -> None:
+        stream = DeltaStream(asyncio.get_running_loop(), 64, float("inf"))
+        assert stream.put(delta(0)) and stream.put(delta(1))
+        stream.is_abandoned = True
+        assert not stream.put(delta(2))
+
+    asyncio.run(leave())
