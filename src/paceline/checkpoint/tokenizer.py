@@ -100,9 +100,15 @@ class TextTokenizer:
         except TypeError as error:  # all that the Rust side says of half a surrogate pair
             if not isinstance(text, str):
                 raise
-            raise RequestError(
-                f"{shown(text)} holds bytes that are no UTF-8, or half a surrogate pair", hint="text in UTF-8"
-            ) from error
+            try:
+                text.encode()
+            except UnicodeEncodeError as place:
+                raise RequestError(
+                    f"the text holds {shown(text[place.start])} as character {place.start}, a byte that is no UTF-8 or "
+                    "half a surrogate pair",
+                    hint="text in UTF-8",
+                ) from error
+            raise
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Turn ids into text.

@@ -124,8 +124,11 @@ class GrammarCompiler:
         """Refuse a choice that no sequence of tokens spells."""
         spellings = {piece for token, piece in self._pieces.items() if token not in self.stop_token_ids}
         longest = max(len(piece) for piece in spellings)
+        single_bytes = {piece[0] for piece in spellings if len(piece) == 1}
         for index, choice in enumerate(choices):
             data = choice.encode()
+            if single_bytes.issuperset(data):  # as with every byte-level vocabulary
+                continue
             reached = {0}
             for end in range(1, len(data) + 1):
                 starts = reached.intersection(range(end - longest, end))

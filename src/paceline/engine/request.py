@@ -121,6 +121,7 @@ class RequestResult:
         num_cached_tokens: prompt tokens whose keys were there already when it was first admitted.
         num_preemptions: how often it stepped back for others and was resumed.
         context_start: positions below it had no draft context at some admission; 0 where all of it was there.
+        has_dead_end: whether the error is that its own rules left no token.
     """
 
     request_id: str
@@ -138,6 +139,7 @@ class RequestResult:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     context_start: int = 0
+    has_dead_end: bool = False
 
 
 def check_prompt(prompt_ids: Sequence[int], *, vocab_size: int, max_model_len: int) -> tuple[int, ...]:

@@ -285,4 +285,5 @@ class RunningRequest:
             num_cached_tokens=self.num_cached_tokens,
             num_preemptions=self.num_preemptions,
             context_start=self.context_start,
+            has_dead_end=self.has_dead_end,
         )

@@ -69,17 +69,16 @@ def completion_logprobs(
         num_top: how many of the likeliest were asked for; with 0 there is no list of them.
         offset: characters of the answer before the first of these tokens.
     """
-    tokens = [texts.text_of(entry.token_id) for entry in entries]
     offsets = []
-    for token in tokens:
+    for entry in entries:
         offsets.append(offset)
-        offset += len(token)
+        offset += texts.num_characters(entry.token_id)
     top = [
-        {texts.text_of(token_id): logprob for token_id, logprob in ((entry.token_id, entry.logprob), *entry.top)}
+        {texts.name_of(token_id): logprob for token_id, logprob in ((entry.token_id, entry.logprob), *entry.top)}
         for entry in entries
     ]
     return CompletionLogprobs(
-        tokens=tokens,
+        tokens=[texts.name_of(entry.token_id) for entry in entries],
         token_logprobs=[entry.logprob for entry in entries],
         top_logprobs=top if num_top > 0 else None,
         text_offset=offsets,

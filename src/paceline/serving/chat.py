@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline.checkpoint.tokenizer import TextTokenizer
 from paceline.errors import shown
 from paceline.serving.fields import FieldError
 from paceline.serving.protocol import ChatMessage, ToolCall
+
+_MARK = "\u2063paceline:the answer goes on here\u2063"  # between separators that nobody sees, so that no text holds it
 
 
 def encode_chat(
@@ -21,6 +23,7 @@ def encode_chat(
     variables: Mapping[str, object] | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
+    check: Callable[[str], None] = lambda _text: None,
 ) -> list[int]:
     """The prompt of a chat.
 
@@ -31,20 +34,28 @@ def encode_chat(
         variables: further ones of the template.
         add_generation_prompt: end with what opens the assistant's turn.
         continue_final_message: end in the last message, so that the answer goes on with it.
+        check: of the rendered chat, before it is encoded; may raise.
     Returns:
         Token ids.
     Raises:
         FieldError: a message holds something other than text, or the last one cannot be gone on with.
         RequestError: there is no template, or it refuses the messages.
     """
-    plain = [as_template_takes(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    plain: list[dict[str, Any]] = [
+        as_template_takes(message, f"messages[{index}]") for index, message in enumerate(messages)
+    ]
+    if continue_final_message:
+        plain[-1] |= {"content": _marked(plain[-1]["content"])}
     text = tokenizer.render_chat(
         plain,
         add_generation_prompt=add_generation_prompt and not continue_final_message,
         tools=tools,
         variables=variables,
     )
-    return tokenizer.encode(_cut_behind_last(text, plain) if continue_final_message else text)
+    if continue_final_message:
+        text = _cut_at_mark(text)
+    check(text)
+    return tokenizer.encode(text)
 
 
 def as_template_takes(message: ChatMessage, place: str) -> dict[str, Any]:
@@ -91,14 +102,25 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"type": "function", "function": function, **({} if call.id is None else {"id": call.id})}
 
 
-def _cut_behind_last(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
+def _marked(content: str) -> str:
+    """The last message's content with a mark at its end, since what the template writes behind it may repeat it."""
+    text = content.rstrip()
+    if not text:
+        raise _nothing_to_continue()
+    return text + _MARK
+
+
+def _cut_at_mark(text: str) -> str:
     """A rendered chat up to the end of its last message's content."""
-    content: str = messages[-1]["content"].strip()
-    place = text.rfind(content) if content else -1
+    place = text.rfind(_MARK)
     if place < 0:
-        raise FieldError(
-            "continue_final_message is set, but the last message has no content that the chat template repeats",
-            param="continue_final_message",
-            hint="a last message of the assistant with some text",
-        )
-    return text[: place + len(content)]
+        raise _nothing_to_continue()
+    return text[:place]
+
+
+def _nothing_to_continue() -> FieldError:
+    return FieldError(
+        "continue_final_message is set, but the last message has no content that the chat template repeats",
+        param="continue_final_message",
+        hint="a last message of the assistant with some text",
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from paceline.engine.async_engine import AsyncEngine
 from paceline.errors import EngineClosedError
+from paceline.serving.token_texts import FewestTokens
 
 if TYPE_CHECKING:
     from paceline.checkpoint.generation_defaults import SamplingDefaults
@@ -47,6 +49,11 @@ class ServedModel:
     defaults: SamplingDefaults
     facts: Mapping[str, object]
     created_s: int = field(default_factory=lambda: int(time.time()))
+
+    @functools.cached_property
+    def fewest_tokens(self) -> FewestTokens:
+        """What is known of a text before it is encoded."""
+        return FewestTokens(self.tokenizer)
 
 
 OpenModel = Callable[[], "tuple[ServedModel, ServedEngine]"]

@@ -67,6 +67,7 @@ def prepare_chat(body: ChatCompletionRequest, model: ServedModel, timeout_s: flo
         variables=variables,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=body.continue_final_message is True,
+        check=lambda text: _check_size(text, model, "messages"),
     )
     return PreparedChat(_asked(body, [tuple(prompt)], sampling, model, "messages", timeout_s), tools)
 
@@ -98,11 +99,23 @@ def _prompts_of(body: CompletionRequest, model: ServedModel) -> list[tuple[int, 
     prompts: list[tuple[int, ...]] = []
     for prompt in given:
         if isinstance(prompt, str):
+            _check_size(prompt, model, "prompt")
             prompts.append(tuple(model.tokenizer.encode(prompt, add_special_tokens=with_special)))
         else:
             assert isinstance(prompt, Sequence), "the protocol has texts and lists of ids"
             prompts.append(tuple(prompt))
     return prompts
+
+
+def _check_size(text: str, model: ServedModel, param: str) -> None:
+    """Refuse a text that cannot fit before time is spent on encoding it."""
+    fewest = model.fewest_tokens.of(text)
+    if fewest >= model.max_model_len:
+        raise FieldError(
+            f"{param} has {fewest} tokens or more; the context of {model.max_model_len} leaves no room for a new one",
+            param=param,
+            hint=f"at most {model.max_model_len - 1} tokens",
+        )
 
 
 def _asked(

@@ -119,7 +119,8 @@ async def _run(
                 await waiting.put((index, delta))
         result = await engine.take_result(name)
         if result.finish_reason == "error":
-            raise NumericError(result.error or "the request ended in an error")
+            kind = RequestError if result.has_dead_end else NumericError  # its own rules, or numbers
+            raise kind(result.error or "the request ended in an error")
         await waiting.put((index, result))
     except Exception as error:
         reason = "error"

@@ -135,7 +135,7 @@ class ChunkWriter:
         if self.is_chat:
             return chat_logprobs(entries, self.texts).model_dump()
         found = completion_logprobs(entries, self.texts, num_top=self.num_top, offset=told.num_characters)
-        told.num_characters += sum(map(len, found.tokens))
+        told.num_characters += sum(self.texts.num_characters(entry.token_id) for entry in entries)
         return found.model_dump()
 
     def _chunk(

@@ -38,6 +38,23 @@ class TokenTexts:
         """Of one token."""
         return self.bytes_of(token_id).decode("utf-8", errors="replace")
 
+    def name_of(self, token_id: int) -> str:
+        """Of one token, as completions tell of it: its text, or `bytes:\\xf0\\x9f` where that is a part of a character.
+
+        So two tokens have two names. Source: the OpenAI API, completions with log-probabilities.
+        """
+        data = self.bytes_of(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def num_characters(self, token_id: int) -> int:
+        """How many characters of an answer's text begin in a token; special tokens have none there."""
+        if token_id in self._tokenizer.special_ids:
+            return 0
+        return sum(byte & 0xC0 != 0x80 for byte in self.bytes_of(token_id))  # all but those that go on with one
+
     def _look_up(self, token_id: int) -> bytes:
         token: str | None = self._tokenizer.backend.id_to_token(token_id)
         if token is None:
@@ -51,6 +68,35 @@ class TokenTexts:
         if byte is not None:
             return bytes([int(byte[1], 16)])
         return token.replace("\u2581", " ").encode()  # SentencePiece writes a space so
+
+
+class FewestTokens:
+    """How many tokens a text has at least, by its bytes alone: to encode millions of characters takes seconds.
+
+    Something can be said for byte-level vocabularies, where each token stands for some bytes of the text.
+
+    Args:
+        tokenizer: of any kind.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        backend = tokenizer.backend
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        # NFC, the one normalizer that is known here, makes one byte of three at most.
+        shrinks = {"NoneType": 1, "NFC": 3}.get(type(backend.normalizer).__name__)
+        takes_blanks = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
+        is_byte_level = type(backend.decoder).__name__ == "ByteLevel"
+        self._most_bytes: int | None = None  # of the text, for one token
+        if is_byte_level and shrinks is not None and not takes_blanks:
+            self._most_bytes = max(len(token.encode()) for token in vocabulary) * shrinks
+        # Bytes that no token has are left out by encoding.
+        self._lost = bytes(byte for character, byte in byte_of_character().items() if character not in vocabulary)
+
+    def of(self, text: str) -> int:
+        """Of one text; 0 where nothing can be said."""
+        if self._most_bytes is None:
+            return 0
+        return len(text.encode("utf-8", "surrogatepass").translate(None, self._lost)) // self._most_bytes
 
 
 @functools.cache

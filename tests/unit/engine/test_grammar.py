@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import time
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
@@ -469,3 +470,10 @@ def test_no_rows_but_the_block() -> None:
     block = compiler().start(form("regex", "aaaa")).masks([97, 97, 97], 2)
     assert isinstance(block, BlockMasks)
     assert block.mask_LW.shape[0] == 2
+
+
+def test_long_choices_are_looked_through_byte_by_byte_only_where_bytes_are_missing() -> None:
+    choices = tuple(f"{'x' * 2000}{index}" for index in range(400))
+    began_s = time.process_time()
+    byte_compiler()._require_pieces(choices)
+    assert time.process_time() - began_s < 0.5  # it took seconds, for which no other request got a token
