@@ -193,6 +193,8 @@ def listen(host: str, port: int) -> socket.socket:
         except OSError:
             listening.close()
             raise
+    except UnicodeError as error:  # a name that no name server can be asked for
+        raise ConfigError(f"cannot listen on {host}: {error}", hint="another --host") from error
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {host} port {port}: {error.strerror or error}", hint="another --port, 0 for any"

@@ -96,7 +96,7 @@ def _text_of(message: ChatMessage, place: str) -> str:
 def _call(call: ToolCall) -> dict[str, Any]:
     """A call; its arguments as values, since templates write them as JSON themselves."""
     arguments: object = call.function.arguments
-    with contextlib.suppress(ValueError):  # what is no JSON stays the text that the model once wrote
+    with contextlib.suppress(ValueError, RecursionError):  # what is no JSON stays the text that the model once wrote
         arguments = json.loads(call.function.arguments)
     function = {"name": call.function.name, "arguments": arguments}
     return {"type": "function", "function": function, **({} if call.id is None else {"id": call.id})}

@@ -175,10 +175,14 @@ def _length_of_beginning(text: str) -> int:
 def _parse(text: str) -> FoundCall | None:
     try:
         call = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None
     arguments = call.get("arguments", {})
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return FoundCall(call["name"], text)
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    try:
+        (call["name"] + written).encode()
+    except UnicodeEncodeError:  # an escape of half a surrogate pair, which no answer can carry
+        return None
+    return FoundCall(call["name"], written)

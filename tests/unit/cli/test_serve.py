@@ -65,8 +65,9 @@ def test_addresses() -> None:
         assert one.getsockname()[1] != other.getsockname()[1]
     with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.1"):
         listen("203.0.113.1", 0)  # an address for documentation, which is nobody's
-    with pytest.raises(ConfigError, match="cannot listen on"):
-        listen("no such host", 0)
+    for host in ("no such host", "two..dots", "l" * 70):
+        with pytest.raises(ConfigError, match="cannot listen on"):
+            listen(host, 0)
 
 
 def test_a_model_that_is_not_there_ends_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

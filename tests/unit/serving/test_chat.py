@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.served import byte_level_tokenizer
 
-from paceline.serving.chat import encode_chat
+from paceline.serving.chat import as_template_takes, encode_chat
 from paceline.serving.fields import FieldError
 from paceline.serving.protocol import ChatMessage
 
@@ -38,3 +38,10 @@ def test_a_chat_is_looked_at_before_it_is_encoded(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(FieldError) as caught:
         encode_chat([QUESTION], tokenizer, check=refuse)
     assert caught.value.message == "<|user|>why?<|end|><|assistant|>"
+
+
+@pytest.mark.parametrize("arguments", ["[" * 100_000, "1" * 5000, '{"x"', ""])
+def test_arguments_that_cannot_be_read_stay_text(arguments: str) -> None:
+    call = {"function": {"name": "f", "arguments": arguments}}
+    message = ChatMessage.model_validate({"role": "assistant", "tool_calls": [call]})
+    assert as_template_takes(message, "messages[0]")["tool_calls"][0]["function"]["arguments"] == arguments
