@@ -274,13 +274,13 @@ def test_a_prompt_that_comes_again_is_found(served: Running) -> None:
         ("completions", {"prompt": []}, 400, "prompt"),
         ("completions", {"prompt": ""}, 400, "prompt"),
         ("completions", {"prompt": [1, "a"]}, 400, "prompt"),
-        ("completions", {"prompt": [1, 100_000]}, 400, None),
+        ("completions", {"prompt": [1, 100_000]}, 400, "prompt"),
         ("completions", {"prompt": [5] * MAX_MODEL_LEN}, 400, "prompt"),
         ("completions", {"prompt": "tea", "echo": True}, 400, "echo"),
         ("completions", {"prompt": "tea", "suffix": "x"}, 400, "suffix"),
         ("completions", {"prompt": "tea", "best_of": 4}, 400, "best_of"),
         ("completions", {"prompt": "tea", "logprobs": 33}, 400, "logprobs"),
-        ("completions", {"prompt": ["tea"] * 1025}, 400, "n"),
+        ("completions", {"prompt": ["tea"] * 1025}, 400, "prompt"),
     ],
 )
 def test_what_cannot_be_served_is_said(served: Running, path: str, body: Any, status: int, param: str | None) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 from paceline.errors import RequestError
 
+_FAILURES = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
 
 class ChatTemplate:
     """One template, compiled.
@@ -66,7 +68,7 @@ class ChatTemplate:
         try:
             rendered = self._template.render({**values, **(variables or {})})
         # a template is a program: besides jinja's own errors it can raise what any operation on its data can
-        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        except (jinja2.TemplateError, *_FAILURES) as error:
             raise self._error("refused these messages", error) from error
         return str(rendered)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.checkpoint.locate import read_json
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, shown
 
 FILE = "generation_config.json"
 
@@ -26,7 +26,12 @@ class SamplingDefaults:
     repetition_penalty: float = 1.0
 
 
-_RANGES = {"temperature": (0.0, math.inf), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (1e-6, 1e6)}
+_RANGES = {
+    "temperature": (0.0, sys.float_info.max),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-6, 1e6),
+}
 
 
 def read_sampling_defaults(path: Path) -> SamplingDefaults:
@@ -47,11 +52,13 @@ def read_sampling_defaults(path: Path) -> SamplingDefaults:
     for name, (low, high) in _RANGES.items():
         if name in values:
             value = values[name]
-            is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not low <= value <= high or (name == "top_p" and value == 0):
-                raise CheckpointError(f"{name} is {value!r}, which nothing can be sampled with", origin={"file": file})
+                raise CheckpointError(
+                    f"{name} is {shown(value)}, which nothing can be sampled with", origin={"file": file}
+                )
             found[name] = float(value)
     top_k = values.get("top_k", 0)
-    if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < -1:
-        raise CheckpointError(f"top_k is {top_k!r}; it has to be a whole number", origin={"file": file})
+    if not isinstance(top_k, int) or isinstance(top_k, bool) or not -1 <= top_k < 2**63:
+        raise CheckpointError(f"top_k is {shown(top_k)}; it has to be a whole number", origin={"file": file})
     return SamplingDefaults(**found, top_k=max(0, top_k))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -41,11 +40,9 @@ def encode_chat(
         FieldError: a message holds something other than text, or the last one cannot be gone on with.
         RequestError: there is no template, or it refuses the messages.
     """
-    plain: list[dict[str, Any]] = [
-        as_template_takes(message, f"messages[{index}]") for index, message in enumerate(messages)
-    ]
+    plain = [as_template_takes(message, f"messages[{index}]") for index, message in enumerate(messages)]
     if continue_final_message:
-        plain[-1] |= {"content": _marked(plain[-1]["content"])}
+        plain = [*plain[:-1], _marked(plain[-1])]
     text = tokenizer.render_chat(
         plain,
         add_generation_prompt=add_generation_prompt and not continue_final_message,
@@ -95,27 +92,29 @@ def _text_of(message: ChatMessage, place: str) -> str:
 
 def _call(call: ToolCall) -> dict[str, Any]:
     """A call; its arguments as values, since templates write them as JSON themselves."""
-    arguments: object = call.function.arguments
-    with contextlib.suppress(ValueError, RecursionError):  # what is no JSON stays the text that the model once wrote
-        arguments = json.loads(call.function.arguments)
+    arguments: object = call.function.arguments or {}
+    if call.function.arguments:
+        try:
+            arguments = json.loads(call.function.arguments)
+        except (ValueError, RecursionError):  # what cannot be read stays the text that the model once wrote
+            arguments = call.function.arguments
     function = {"name": call.function.name, "arguments": arguments}
     return {"type": "function", "function": function, **({} if call.id is None else {"id": call.id})}
 
 
-def _marked(content: str) -> str:
-    """The last message's content with a mark at its end, since what the template writes behind it may repeat it."""
-    text = content.rstrip()
-    if not text:
+def _marked(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The last message with a mark at its end, since what the template writes behind it may repeat its content."""
+    if not message["content"].strip():
         raise _nothing_to_continue()
-    return text + _MARK
+    return {**message, "content": f"{message['content']}{_MARK} "}
 
 
 def _cut_at_mark(text: str) -> str:
-    """A rendered chat up to the end of its last message's content."""
-    place = text.rfind(_MARK)
-    if place < 0:
+    """A rendered chat up to its mark; white space before it stays, unless the template takes that off at an end."""
+    before, found, behind = text.rpartition(_MARK)
+    if not found:
         raise _nothing_to_continue()
-    return text[:place]
+    return before if behind.startswith(" ") else before.rstrip()
 
 
 def _nothing_to_continue() -> FieldError:

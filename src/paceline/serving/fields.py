@@ -30,6 +30,7 @@ _SAME_NAME = (
     "repetition_penalty",
     "draft_length",
 )
+_MOST_UNKNOWN_FIELDS = 1000  # that are remembered
 _log = logging.getLogger(__name__)
 
 
@@ -55,10 +56,10 @@ class UnknownFields:
 
     def note(self, body: Body) -> None:
         """Look at one body."""
-        for name in body.unknown_fields:
-            if name not in self._said and len(self._said) < 1000:  # names are the clients' and may be anything
+        for name in map(shown, body.unknown_fields):  # cut, as the names are the clients' and may be of any length
+            if name not in self._said and len(self._said) < _MOST_UNKNOWN_FIELDS:
                 self._said.add(name)
-                _log.warning("requests have the field %s, which is not known here and changes nothing", shown(name))
+                _log.warning("requests have the field %s, which is not known here and changes nothing", name)
 
 
 def sampling_of(
@@ -129,6 +130,22 @@ def structured_output(form: ResponseFormat | None, wider: StructuredOutputs | No
     return None
 
 
+def as_json(value: object, what: str, param: str) -> str:
+    """JSON text of a value that came as JSON.
+
+    Args:
+        value: of a request.
+        what: it is, for the message.
+        param: the field that holds it.
+    Raises:
+        FieldError: it is nested too deeply.
+    """
+    try:
+        return json.dumps(value)
+    except RecursionError as error:
+        raise FieldError(f"{what} cannot be written as JSON: it is nested too deeply", param=param) from error
+
+
 def _response_format(form: ResponseFormat | None) -> list[tuple[str, Any, Any]]:
     if form is None or form.type == "text":
         return []
@@ -140,21 +157,33 @@ def _response_format(form: ResponseFormat | None) -> list[tuple[str, Any, Any]]:
             param="response_format.json_schema.schema",
             hint='{"type": "json_schema", "json_schema": {"name": "answer", "schema": {}}}',
         )
-    return [("response_format", "json_schema", json.dumps(form.json_schema.schema_))]
+    return [("response_format", "json_schema", _schema_text(form.json_schema.schema_, "response_format"))]
 
 
 def _structured_outputs(wider: StructuredOutputs | None) -> list[tuple[str, Any, Any]]:
     if wider is None:
         return []
     schema = wider.json_
+    if schema is not None and not isinstance(schema, str):
+        schema = _schema_text(schema, "structured_outputs.json")
     asked: Sequence[tuple[str, str, object]] = (
-        ("json", "json_schema", schema if schema is None or isinstance(schema, str) else json.dumps(schema)),
+        ("json", "json_schema", schema),
         ("json_object", "json_object", "" if wider.json_object else None),
         ("regex", "regex", wider.regex),
         ("choice", "choice", None if wider.choice is None else tuple(wider.choice)),
         ("grammar", "grammar", wider.grammar),
     )
-    return [(f"structured_outputs.{name}", kind, value) for name, kind, value in asked if value is not None]
+    found = [(f"structured_outputs.{name}", kind, value) for name, kind, value in asked if value is not None]
+    if not found:
+        known = ", ".join(name for name, _, _ in asked)
+        raise FieldError(
+            "structured_outputs says nothing of the text", param="structured_outputs", hint=f"one of {known}"
+        )
+    return found
+
+
+def _schema_text(schema: object, param: str) -> str:
+    return as_json(schema, "the JSON schema", param)
 
 
 def _stop_texts(stop: str | list[str] | None) -> tuple[str, ...]:

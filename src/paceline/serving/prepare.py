@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.engine.sampling import SamplingParameters
+from paceline.errors import shown
 from paceline.serving.chat import encode_chat
 from paceline.serving.fields import FieldError, sampling_of
 from paceline.serving.model import ServedModel
@@ -41,8 +42,17 @@ def prepare_chat(body: ChatCompletionRequest, model: ServedModel, timeout_s: flo
     Raises:
         RequestError: a field asks for something impossible; a `FieldError` where it is known which.
     """
-    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    if body.top_logprobs is not None and not body.logprobs:
+    field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    max_tokens: int | None = getattr(body, field)
+    if max_tokens is not None and max_tokens < 1:
+        raise FieldError(f"{field} is {shown(max_tokens)}; it has to be at least 1", param=field)
+    if body.continue_final_message and body.add_generation_prompt:
+        raise FieldError(
+            "continue_final_message and add_generation_prompt exclude each other: the last turn goes on, or a new one "
+            "begins",
+            param="add_generation_prompt",
+        )
+    if body.top_logprobs and not body.logprobs:
         raise FieldError("top_logprobs is set, and logprobs is not true", param="top_logprobs")
     if not 0 <= (body.top_logprobs or 0) <= _MOST_TOP_LOGPROBS:
         message = f"top_logprobs is {body.top_logprobs}; it has to be from 0 to {_MOST_TOP_LOGPROBS}"
@@ -86,25 +96,35 @@ def prepare_completion(body: CompletionRequest, model: ServedModel, timeout_s: f
         max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         logprobs=body.logprobs,
     )
-    return _asked(body, _prompts_of(body, model), sampling, model, "prompt", timeout_s)
+    return _asked(body, _prompts_of(body, model, sampling.n), sampling, model, "prompt", timeout_s)
 
 
-def _prompts_of(body: CompletionRequest, model: ServedModel) -> list[tuple[int, ...]]:
+def _prompts_of(body: CompletionRequest, model: ServedModel, n: int) -> list[tuple[int, ...]]:
     given: Sequence[object] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     if not given:
         raise FieldError("prompt is an empty list", param="prompt")
     if isinstance(given[0], int):
         given = [given]
-    with_special = body.add_special_tokens is not False
-    prompts: list[tuple[int, ...]] = []
-    for prompt in given:
-        if isinstance(prompt, str):
-            _check_size(prompt, model, "prompt")
-            prompts.append(tuple(model.tokenizer.encode(prompt, add_special_tokens=with_special)))
-        else:
-            assert isinstance(prompt, Sequence), "the protocol has texts and lists of ids"
-            prompts.append(tuple(prompt))
-    return prompts
+    if len(given) * n > MOST_SAMPLES:  # before anything is encoded
+        raise FieldError(
+            f"{len(given)} prompts with {n} answers each are asked for; at most {MOST_SAMPLES} answers are possible",
+            param="prompt" if n == 1 else "n",
+        )
+    return [_ids_of(prompt, index, body, model) for index, prompt in enumerate(given)]
+
+
+def _ids_of(prompt: object, index: int, body: CompletionRequest, model: ServedModel) -> tuple[int, ...]:
+    if isinstance(prompt, str):
+        _check_size(prompt, model, "prompt")
+        return tuple(model.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens is not False))
+    assert isinstance(prompt, Sequence), "the protocol has texts and lists of ids"
+    outside = next((token for token in prompt if not 0 <= token < model.vocab_size), None)
+    if outside is not None:
+        raise FieldError(
+            f"prompt {index} has the token {shown(outside)}; the vocabulary has ids 0 to {model.vocab_size - 1}",
+            param="prompt",
+        )
+    return tuple(prompt)
 
 
 def _check_size(text: str, model: ServedModel, param: str) -> None:
@@ -136,7 +156,4 @@ def _asked(
                 param=param,
                 hint=f"at most {model.max_model_len - 1} tokens",
             )
-    num_samples = len(prompts) * sampling.n
-    if num_samples > MOST_SAMPLES:
-        raise FieldError(f"{num_samples} answers are asked for; at most {MOST_SAMPLES} are possible", param="n")
     return Asked(tuple(prompts), sampling, body.priority or 0, timeout_s, body.cache_salt)

@@ -27,22 +27,30 @@ class Body(BaseModel):
 
     @property
     def unknown_fields(self) -> tuple[str, ...]:
-        """Names of fields that were sent and are not known."""
-        return tuple(sorted(self.model_extra or ()))
+        """Names of fields that were sent and are not known, with a dot where one is in another.
+
+        What messages and tools hold besides is no business of ours: the chat template gets it.
+        """
+        own = list(self.model_extra or ())
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if isinstance(value, Body):
+                own += [f"{field.alias or name}.{inner}" for inner in value.unknown_fields]
+        return tuple(sorted(own))
 
 
 class FunctionCall(Body):
     """Which function, and its arguments as JSON text."""
 
     name: Text
-    arguments: Text = ""
+    arguments: Text | None = None
 
 
 class ToolCall(Body):
     """One call in a message of the assistant."""
 
     id: Text | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
     function: FunctionCall
 
 

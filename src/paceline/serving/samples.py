@@ -101,6 +101,7 @@ async def _run(
 ) -> None:
     timer = metrics.follow(len(prompt))
     reason = "abort"  # unless it comes to an end of its own
+    is_taken = False
     try:
         stream = engine.generate(
             prompt,
@@ -118,6 +119,7 @@ async def _run(
                     reason = delta.finish_reason
                 await waiting.put((index, delta))
         result = await engine.take_result(name)
+        is_taken = True
         if result.finish_reason == "error":
             kind = RequestError if result.has_dead_end else NumericError  # its own rules, or numbers
             raise kind(result.error or "the request ended in an error")
@@ -127,3 +129,6 @@ async def _run(
         await waiting.put(named(error) if isinstance(error, RequestError) else error)
     finally:
         timer.end(reason)
+        if not is_taken:  # behind the end of its request; where there is none, it was refused or the engine is gone
+            with contextlib.suppress(Exception):
+                await engine.take_result(name)

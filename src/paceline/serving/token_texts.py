@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.checkpoint.tokenizer import TextTokenizer
@@ -25,7 +26,7 @@ class TokenTexts:
         self._tokenizer = tokenizer
         backend = tokenizer.backend
         self._added = frozenset(backend.get_added_tokens_decoder())
-        self._is_byte_level = type(backend.decoder).__name__ == "ByteLevel"
+        self._is_byte_level = _is_byte_level(backend.decoder)
         self._known: dict[int, bytes] = {}
 
     def bytes_of(self, token_id: int) -> bytes:
@@ -63,7 +64,8 @@ class TokenTexts:
             return token.encode()
         if self._is_byte_level:
             table = byte_of_character()
-            return bytes(table[character] for character in token if character in table)
+            is_written_in_bytes = all(character in table for character in token)  # else it stands for itself
+            return bytes(table[character] for character in token) if is_written_in_bytes else token.encode()
         byte = _BYTE_TOKEN.fullmatch(token)
         if byte is not None:
             return bytes([int(byte[1], 16)])
@@ -97,6 +99,14 @@ class FewestTokens:
         if self._most_bytes is None:
             return 0
         return len(text.encode("utf-8", "surrogatepass").translate(None, self._lost)) // self._most_bytes
+
+
+def _is_byte_level(decoder: Any) -> bool:
+    """Whether a decoder, or a part of it where it is a sequence, turns characters into bytes."""
+    if decoder is None:
+        return False
+    state = json.loads(decoder.__getstate__())  # JSON; nothing else tells of its parts
+    return any(part.get("type") == "ByteLevel" for part in (state, *state.get("decoders", ())))
 
 
 @functools.cache

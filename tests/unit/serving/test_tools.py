@@ -1,10 +1,127 @@
-"""What a model writes between the marks of a call, and is none."""
+"""Calls are found however text is cut, and grammars of calls hold for every schema."""
 
 from __future__ import annotations
 
-import pytest
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
 
-from paceline.serving.tools import CLOSE, OPEN, CallReader, FoundCall
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.byte_level import byte_level_tokenizer
+from tests.tiny import EOS_ID, VOCAB_SIZE
+from tokenizers import AddedToken
+
+from paceline.engine.grammar import GrammarCompiler
+from paceline.engine.structured import StructuredOutput
+from paceline.serving.fields import FieldError
+from paceline.serving.protocol import ChatCompletionRequest
+from paceline.serving.tools import CLOSE, OPEN, CallReader, FoundCall, ToolUse, tool_use
+
+Piece = str | FoundCall
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+
+
+def joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """Neighbouring texts as one."""
+    whole: list[Piece] = []
+    for piece in pieces:
+        if isinstance(piece, str) and whole and isinstance(whole[-1], str):
+            whole[-1] += piece
+        else:
+            whole.append(piece)
+    return whole
+
+
+def read(*pieces: str, takes_several: bool = True) -> list[Piece]:
+    reader = CallReader(takes_several=takes_several)
+    found = [piece for text in pieces for piece in reader.feed(text)]
+    return joined([*found, *reader.finish()])
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"{OPEN}\n{json.dumps({'name': name, 'arguments': arguments})}\n{CLOSE}"
+
+
+PARTS = st.sampled_from(
+    [
+        OPEN,
+        CLOSE,
+        call("f", a=1),
+        call("g", text=CLOSE),
+        call("g", text=f"{OPEN} é"),
+        OPEN + '{"name": "open string',
+        OPEN + '{"name": 1}' + CLOSE,
+        OPEN + "[" * 30,
+        "<tool",
+        "_call>",
+        "</tool_call",
+        '"',
+        "\n",
+        " ",
+        "text",
+        "é<",
+    ]
+)
+
+
+@given(st.data(), st.lists(PARTS, max_size=7).map("".join), st.booleans())
+def test_no_cut_makes_a_difference(data: st.DataObject, text: str, takes_several: bool) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    edges = [0, *cuts, len(text)]
+    pieces = [text[start:end] for start, end in itertools.pairwise(edges)]
+    assert read(*pieces, takes_several=takes_several) == read(text, takes_several=takes_several)
+    assert read(*text, takes_several=takes_several) == read(text, takes_several=takes_several)
+
+
+@given(st.lists(st.sampled_from([OPEN, "<tool", "<", ">", "_call>", " ", "\n", "x", CLOSE]), max_size=8).map("".join))
+def test_text_without_calls_comes_back_unchanged(text: str) -> None:
+    assert read(*text) == ([text] if text else [])
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("Let me see.\n" + call("f", a=1), ["Let me see.\n", FoundCall("f", '{"a": 1}')]),
+        (call("f") + "\n" + call("g"), [FoundCall("f", "{}"), FoundCall("g", "{}")]),
+        (call("f") + "\n\nDone here.\n", [FoundCall("f", "{}"), "Done here.\n"]),
+        (OPEN + '{"name": "f"}' + CLOSE, [FoundCall("f", "{}")]),
+        (OPEN + '{"name": "f", "arguments": "{\\"a\\": 1}"}' + CLOSE, [FoundCall("f", '{"a": 1}')]),
+        (call("f", text=f"a {CLOSE} b"), [FoundCall("f", json.dumps({"text": f"a {CLOSE} b"}))]),
+        (OPEN + '{"name": "f", "arguments": {"a": "é"}}' + CLOSE, [FoundCall("f", '{"a": "é"}')]),
+        (OPEN + '\n{"name": "f", "arguments": {}}\n', [FoundCall("f", "{}")]),  # its end was a stop text
+        (OPEN + '{"name": "f', [OPEN + '{"name": "f']),
+        (OPEN + "no JSON" + CLOSE + call("f"), [OPEN + "no JSON" + CLOSE, FoundCall("f", "{}")]),
+        (OPEN + '{"name": "f"' + CLOSE + " b", [OPEN + '{"name": "f"' + CLOSE + " b"]),
+        (OPEN + '{"name": "' + CLOSE + "\n" + call("f"), [OPEN + '{"name": "' + CLOSE + "\n", FoundCall("f", "{}")]),
+        (OPEN + "[" * 100_000 + CLOSE, [OPEN + "[" * 100_000 + CLOSE]),
+        (OPEN + "9" * 5000 + CLOSE, [OPEN + "9" * 5000 + CLOSE]),
+        (OPEN + '["name"]' + CLOSE, [OPEN + '["name"]' + CLOSE]),
+    ],
+)
+def test_calls_and_what_is_none(text: str, found: list[Piece]) -> None:
+    assert read(text) == found
+
+
+def test_white_space_within_text_behind_a_call_stays() -> None:
+    reader = CallReader()
+    given = [call("f"), "\n", " ", "a", " ", "b", "\n"]
+    assert joined([piece for text in given for piece in reader.feed(text)]) == [FoundCall("f", "{}"), "a b\n"]
+
+
+def test_only_the_first_call_where_one_is_wanted() -> None:
+    assert read("a" + call("f") + "b" + call("g") + "c", takes_several=False) == ["a", FoundCall("f", "{}")]
+
+
+def test_plain_text_is_not_held_back() -> None:
+    reader = CallReader()
+    assert reader.feed("a < b") == ["a < b"]
+    assert reader.feed(" and <tool") == [" and "]
+    assert reader.feed("box>") == ["<toolbox>"]
+    assert reader.feed(call("f")[:-1]) == []
+    assert reader.feed(">") == [FoundCall("f", "{}")]
 
 
 @pytest.mark.parametrize(
@@ -29,3 +146,144 @@ def test_what_cannot_be_read_or_sent_stays_text(written: str, is_cut: bool) -> N
 def test_a_whole_pair_is_sent_as_its_character() -> None:
     found = CallReader().feed(OPEN + r'{"name": "f", "arguments": {"x": "\ud83d\ude00"}}' + CLOSE)
     assert found == [FoundCall("f", '{"x": "\U0001f600"}')]
+
+
+# Requests
+
+
+def body(parameters: Any = SCHEMA, *, others: Sequence[str] = (), **fields: Any) -> ChatCompletionRequest:
+    tools = [{"type": "function", "function": {"name": "f.1-_", "parameters": parameters}}]
+    tools += [{"type": "function", "function": {"name": name}} for name in others]
+    return ChatCompletionRequest.model_validate({"messages": [], "tools": tools, **fields})
+
+
+def test_without_tools_nothing_is_read() -> None:
+    for fields in ({}, {"tools": []}, {"tools": None}, {"tool_choice": "none"}, {"tool_choice": "auto"}):
+        asked = ChatCompletionRequest.model_validate({"messages": [], **fields})
+        assert tool_use(asked, byte_level_tokenizer("")) == ToolUse()
+    assert tool_use(body(tool_choice="none"), byte_level_tokenizer("")) == ToolUse()
+
+
+def test_a_template_gets_tools_as_they_were_sent() -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1, None], "default": None}}}
+    use = tool_use(body(schema, parallel_tool_calls=False), byte_level_tokenizer())
+    assert use.for_template == ({"type": "function", "function": {"name": "f.1-_", "parameters": schema}},)
+    assert use.reads_calls and not use.takes_several and use.grammar is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "required", "tools": []}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": None}, "tool_choice"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"tool_choice": "required", "structured_outputs": {"regex": "a"}}, "tool_choice"),
+        ({"others": ["g", "g"]}, "tools[2].function.name"),
+    ],
+)
+def test_wishes_that_contradict(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(FieldError) as caught:
+        tool_use(body(**fields), byte_level_tokenizer())
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "",
+        "{{ messages }}",
+        "{{ tools }}",
+        f"{OPEN}",
+        f"{{{{ tools }}}}{OPEN}<function=name><parameter=a>",  # the form of Qwen3-Coder
+    ],
+)
+def test_models_that_write_no_such_calls_are_refused(template: str) -> None:
+    with pytest.raises(FieldError, match="does not write calls") as caught:
+        tool_use(body(), byte_level_tokenizer(template))
+    assert caught.value.param == "tools"
+
+
+def test_tags_that_texts_leave_out_are_refused() -> None:
+    """A reader would wait for a tag that never comes."""
+    tokenizer = byte_level_tokenizer.__wrapped__()
+    tokenizer.backend.add_special_tokens([AddedToken(OPEN, special=True, normalized=False)])
+    tokenizer.special_ids |= {tokenizer.token_id(OPEN)}
+    with pytest.raises(FieldError, match="special tokens"):
+        tool_use(body(), tokenizer)
+
+
+# Grammars
+
+
+def fits(asked: ChatCompletionRequest, text: str) -> bool:
+    """Whether a whole text, and then its end, is what the grammar takes."""
+    tokenizer = byte_level_tokenizer()
+    wanted = tool_use(asked, tokenizer).grammar
+    assert isinstance(wanted, StructuredOutput)
+    state = GrammarCompiler(tokenizer, vocab_size=VOCAB_SIZE, stop_token_ids=(EOS_ID,)).start(wanted)
+    ids = [*tokenizer.encode(text), EOS_ID]
+    num_allowed = 0
+    for token in ids:
+        mask = int(state.masks([], 1).mask_LW[0, token // 32]) >> (token % 32) & 1
+        if not mask:
+            break
+        state.advance([token])
+        num_allowed += 1
+    return num_allowed == len(ids)
+
+
+def written(name: str, arguments: str) -> str:
+    return f'{OPEN}\n{{"name": "{name}", "arguments": {arguments}}}\n{CLOSE}'
+
+
+def test_a_grammar_takes_right_calls_alone() -> None:
+    asked = body(others=["g"], tool_choice="required")
+    assert fits(asked, written("f.1-_", '{"a": 1}'))
+    assert fits(asked, written("g", '{"anything": [1, {"b": null}]}'))
+    for text in (
+        "hello",
+        written("h", "{}"),
+        written("f.1-_", "{}"),
+        written("f.1-_", '{"a": "1"}'),
+        written("f.1-_", '{"a": 1, "b": 2}'),
+        written("g", "5"),
+        written("f.1-_", '{"a": 1}') + "\n" + written("g", "{}"),
+        written("f.1-_", '{"a": 1}').removesuffix(CLOSE),
+    ):
+        assert not fits(asked, text), text
+
+
+def test_a_named_tool_is_the_only_one() -> None:
+    asked = body(others=["g"], tool_choice={"type": "function", "function": {"name": "g"}})
+    assert fits(asked, written("g", "{}"))
+    assert not fits(asked, written("f.1-_", '{"a": 1}'))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "right", "wrong"),
+    [
+        ({"type": "object", "properties": {"a": {"const": 'é"\\ \n'}}}, '{"a": "é\\"\\\\ \\n"}', '{"a": "e"}'),
+        ({"type": "object", "properties": {"é \"'": {"type": "null"}}}, '{"é \\"\'": null}', '{"é \\"\'": 1}'),
+        ({"$ref": "#/$defs/A", "$defs": {"A": SCHEMA}}, '{"a": 1}', '{"a": "b"}'),
+        (
+            {"type": "object", "properties": {"x": {"$ref": "#/$defs/A"}}, "$defs": {"A": SCHEMA}},
+            '{"x": {"a": 1}}',
+            '{"x": 1}',
+        ),
+        ({"properties": {"a": {"type": "integer"}}}, '{"a": 1}', "5"),
+        ({}, '{"a": 1}', '"text"'),
+        (None, "{}", "[]"),
+        (SCHEMA, '{"a": 1}', '{   "a": 1}'),  # blanks without end would be an answer without end
+    ],
+)
+def test_grammars_of_all_kinds_of_schemas(parameters: Any, right: str, wrong: str) -> None:
+    asked = body(parameters, tool_choice="required")
+    assert fits(asked, written("f.1-_", right))
+    assert not fits(asked, written("f.1-_", wrong))
+
+
+def test_what_a_grammar_allows_is_read_as_a_call() -> None:
+    text = written("f.1-_", '{"a": 1}')
+    assert fits(body(tool_choice="required"), text)
+    assert read(*text) == [FoundCall("f.1-_", '{"a": 1}')]
