@@ -114,6 +114,26 @@ def test_numbers_that_say_nothing_end_a_request_and_no_other() -> None:
     assert second.token_ids == plain(requests[1])
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_drafts_before_a_row_that_says_nothing_are_delivered(ends: bool) -> None:
+    """All of them, or up to one that ends the text: then nobody asks for the row."""
+
+    def broken(text: Sequence[int]) -> int:
+        return NO_TOKEN if len(text) == 5 else 2 if ends and len(text) == 4 else after(text)
+
+    def right(place: Place) -> list[int]:
+        text = list(place.text)
+        for _ in range(3):
+            text.append(broken(text))
+        return text[-3:]
+
+    (found,) = run([DecodeRequest((5, 6), max_tokens=9)], draft=right, follows=broken)
+    assert found.finish_reason == ("stop" if ends else "error")
+    expected = plain(DecodeRequest((5, 6), max_tokens=3))
+    assert found.token_ids == ((*expected[:2], 2) if ends else expected)
+    assert found.steps == ((3, 3, 3, 3),)
+
+
 @pytest.mark.parametrize(
     "request_",
     [
