@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
@@ -68,3 +69,61 @@ def test_messages_of_the_caller_stay_untouched() -> None:
     with pytest.raises(RequestError):
         ChatTemplate("{{ messages[0].update({'role': 'z'}) }}", "t").render(messages, {}, add_generation_prompt=True)
     assert messages == [{"role": "user", "content": "x"}]
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "f", "description": "<b> & 'é'", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": False, "mood": "calm"}])
+def test_tools_and_variables_are_rendered_as_transformers_does(tools: Any, variables: dict[str, Any]) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    source = (
+        "{%- if tools %}{% for tool in tools %}{{ tool | tojson }};{% endfor %}{% endif %}{{ messages | tojson }}"
+        "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{{ mood }}"
+    )
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {"a": [1, None]}}}]
+    messages = [*MESSAGES, {"role": "assistant", "content": "", "tool_calls": calls}]
+    expected, _ = render_jinja_template([messages], chat_template=source, tools=tools, **variables)
+    found = ChatTemplate(source, "t").render(
+        messages, {}, add_generation_prompt=False, tools=tools, variables=variables
+    )
+    assert found == expected[0]
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "documents", "add_generation_prompt", "bos_token"])
+def test_variables_override_nothing(name: str) -> None:
+    with pytest.raises(RequestError, match=f"'{name}' of the chat template is not the caller's to set"):
+        ChatTemplate("{{ messages }}", "t").render(
+            MESSAGES, {"bos_token": "<s>"}, add_generation_prompt=True, variables={name: "x"}
+        )
+
+
+def test_functions_of_templates_that_a_variable_hides_are_a_request_error() -> None:
+    template = ChatTemplate("{{ raise_exception('no') }}", "t")
+    with pytest.raises(RequestError, match="refused these messages"):
+        template.render(MESSAGES, {}, add_generation_prompt=True, variables={"raise_exception": "x"})
+
+
+def test_variables_stay_with_their_chat() -> None:
+    template = ChatTemplate("{{ mood }}{% if tools %}T{% endif %}", "t")
+    assert template.render(MESSAGES, {}, add_generation_prompt=True, tools=TOOLS, variables={"mood": "calm"}) == "calmT"
+    assert template.render(MESSAGES, {}, add_generation_prompt=True) == ""
+
+
+def test_nesting_without_end_is_a_request_error() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(RequestError, match="refused these messages"):
+        ChatTemplate("{{ deep | tojson }}", "t").render(
+            MESSAGES, {}, add_generation_prompt=True, variables={"deep": deep}
+        )
+    while deep:  # from outside in
+        deep = deep.pop()

@@ -149,6 +149,20 @@ def test_malformed_messages_are_request_errors(tmp_path: Path, messages: Any, pa
         tokenizer.render_chat(messages)
 
 
+def test_tools_and_variables_reach_the_template(tmp_path: Path) -> None:
+    template = "{{ messages[0].name }}{{ messages[0].tool_calls | tojson }}{{ tools | tojson }}{{ mood }}"
+    tokenizer = open_tokenizer(make_folder(tmp_path, config={"chat_template": template}))
+    assert tokenizer.chat_template == template
+    message = {"role": "user", "content": "x", "name": "n", "tool_calls": [1]}
+    found = tokenizer.render_chat([message], tools=[{"a": 1}], variables={"mood": "calm"})
+    assert found == 'n[1][{"a": 1}]calm'
+
+
+def test_a_tokenizer_without_template_has_none(tmp_path: Path) -> None:
+    tokenizer = open_tokenizer(make_folder(tmp_path))
+    assert (tokenizer.chat_template, tokenizer.has_chat_template, tokenizer.template_sha256) == (None, False, None)
+
+
 def test_text_that_is_no_utf_8_is_a_request_error(tmp_path: Path) -> None:
     tokenizer = open_tokenizer(make_folder(tmp_path, config={"chat_template": TEMPLATE}))
     for text in ("half a pair \ud83d", b"a byte of Latin-1: \xe9".decode("utf-8", "surrogateescape")):
