@@ -73,10 +73,12 @@ def completion_logprobs(
     for entry in entries:
         offsets.append(offset)
         offset += texts.num_characters(entry.token_id)
-    top = [
-        {texts.name_of(token_id): logprob for token_id, logprob in ((entry.token_id, entry.logprob), *entry.top)}
-        for entry in entries
-    ]
+    top: list[dict[str, float]] = []
+    for entry in entries:
+        listed = {texts.name_of(entry.token_id): entry.logprob}
+        for token_id, logprob in entry.top:
+            listed.setdefault(texts.name_of(token_id), logprob)  # a vocabulary may spell a text with several tokens
+        top.append(listed)
     return CompletionLogprobs(
         tokens=[texts.name_of(entry.token_id) for entry in entries],
         token_logprobs=[entry.logprob for entry in entries],

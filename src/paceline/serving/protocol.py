@@ -8,14 +8,32 @@ Source: the OpenAI API reference (chat completions, completions, models) and vLL
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, Strict
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, Strict
+from pydantic_core import CoreSchema
+
+
+@dataclass(frozen=True)
+class FirstFault:
+    """Of a list, only the first fault is told: millions of them would keep the server busy for minutes.
+
+    Pydantic's own `FailFast` cannot be part of a union: it has no hash.
+    """
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        assert schema["type"] == "list"
+        return cast(CoreSchema, {**schema, "fail_fast": True})
+
 
 Flag = Annotated[bool, Strict()]
 Whole = Annotated[int, Strict()]
 Real = Annotated[float, Strict()]  # an integer is a float in JSON, and passes
 Text = Annotated[str, Strict()]
+Texts = Annotated[list[Text], FirstFault()]
+TokenIds = Annotated[list[Whole], FirstFault()]
 
 Role = Text  # which roles there are is the chat template's business
 
@@ -65,9 +83,12 @@ class ChatMessage(Body):
     """One turn. Further fields, such as `name` or `reasoning_content`, reach the chat template as they are."""
 
     role: Role
-    content: Text | list[ContentPart] | None = None
-    tool_calls: list[ToolCall] | None = None
+    content: Text | Annotated[list[ContentPart], FirstFault()] | None = None
+    tool_calls: Annotated[list[ToolCall], FirstFault()] | None = None
     tool_call_id: Text | None = None
+
+
+Messages = Annotated[list[ChatMessage], FirstFault()]
 
 
 class Function(Body):
@@ -84,6 +105,9 @@ class Tool(Body):
 
     type: Literal["function"]
     function: Function
+
+
+Tools = Annotated[list[Tool], FirstFault()]
 
 
 class NamedFunction(Body):
@@ -121,7 +145,7 @@ class StructuredOutputs(Body):
     json_: dict[str, Any] | Text | None = Field(None, alias="json")
     json_object: Flag | None = None
     regex: Text | None = None
-    choice: list[Text] | None = None
+    choice: Texts | None = None
     grammar: Text | None = None
 
 
@@ -144,16 +168,16 @@ class SamplingFields(Body):
     min_p: Real | None = None
     seed: Whole | None = None
     n: Whole | None = None
-    stop: Text | list[Text] | None = None
-    stop_token_ids: list[Whole] | None = None
+    stop: Text | Texts | None = None
+    stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: Flag | None = None
     ignore_eos: Flag | None = None
     frequency_penalty: Real | None = None
     presence_penalty: Real | None = None
     repetition_penalty: Real | None = None
     logit_bias: dict[str, Real] | None = None
-    allowed_token_ids: list[Whole] | None = None
-    bad_words: list[Text] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Texts | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     stream: Flag | None = None
@@ -171,11 +195,11 @@ class SamplingFields(Body):
 class ChatCompletionRequest(SamplingFields):
     """Body of POST /v1/chat/completions."""
 
-    messages: list[ChatMessage]
+    messages: Messages
     max_completion_tokens: Whole | None = None
     logprobs: Flag | None = None
     top_logprobs: Whole | None = None
-    tools: list[Tool] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: Flag | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -187,7 +211,7 @@ class ChatCompletionRequest(SamplingFields):
 class CompletionRequest(SamplingFields):
     """Body of POST /v1/completions."""
 
-    prompt: Text | list[Text] | list[Whole] | list[list[Whole]]
+    prompt: Text | Texts | TokenIds | Annotated[list[TokenIds], FirstFault()]
     logprobs: Whole | None = None
     echo: Flag | None = None
     suffix: Text | None = None
@@ -200,9 +224,11 @@ class TokenizeRequest(Body):
 
     model: Text | None = None
     prompt: Text | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
     add_special_tokens: Flag | None = None
     add_generation_prompt: Flag | None = None
+    continue_final_message: Flag | None = None
     return_token_strs: Flag | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -211,7 +237,7 @@ class DetokenizeRequest(Body):
     """Body of POST /detokenize."""
 
     model: Text | None = None
-    tokens: list[Whole]
+    tokens: TokenIds
 
 
 class Answer(BaseModel):

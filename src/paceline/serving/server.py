@@ -39,7 +39,7 @@ from paceline.serving.protocol import (
 from paceline.serving.samples import Asked, Event, run_samples
 from paceline.serving.stream import DEFAULT_PING_S, ChunkWriter, EventStream, frames_of, kept_alive, until_gone
 from paceline.serving.token_texts import TokenTexts
-from paceline.serving.tools import CallReader
+from paceline.serving.tools import CallReader, for_template
 
 T = TypeVar("T")
 _CLIENT_HAS_GONE = 499  # nobody reads it; the log shows it
@@ -246,6 +246,7 @@ class Server:
         """Answer POST /tokenize."""
         ready = self._require_ready()
         self._check_name(body.model, ready)
+        self._unknown_fields.note(body)
         tokenizer = ready.model.tokenizer
         if (body.prompt is None) == (body.messages is None):
             raise FieldError("either prompt or messages has to be given", param="prompt")
@@ -255,8 +256,10 @@ class Server:
             ids = encode_chat(
                 body.messages or [],
                 tokenizer,
+                tools=for_template(body.tools) if body.tools else None,
                 variables=body.chat_template_kwargs,
                 add_generation_prompt=body.add_generation_prompt is not False,
+                continue_final_message=body.continue_final_message is True,
             )
         return Tokenized(
             count=len(ids),

@@ -18,7 +18,7 @@ from paceline.checkpoint.tokenizer import TextTokenizer
 from paceline.engine.structured import StructuredOutput
 from paceline.errors import shown
 from paceline.serving.fields import FieldError, as_json
-from paceline.serving.protocol import ChatCompletionRequest, NamedTool
+from paceline.serving.protocol import ChatCompletionRequest, NamedTool, Tool
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _XML = "<function="
@@ -68,11 +68,16 @@ def tool_use(body: ChatCompletionRequest, tokenizer: TextTokenizer) -> ToolUse:
         wanted = choice.function.name if isinstance(choice, NamedTool) else None
         grammar = StructuredOutput("grammar", _grammar(body, wanted))
     return ToolUse(
-        for_template=tuple(tool.model_dump(exclude_none=True) for tool in body.tools),
+        for_template=for_template(body.tools),
         grammar=grammar,
         reads_calls=True,
         takes_several=body.parallel_tool_calls is not False,
     )
+
+
+def for_template(tools: Sequence[Tool]) -> tuple[dict[str, Any], ...]:
+    """Tools as a chat template gets them: as they were sent, without what was null."""
+    return tuple(tool.model_dump(exclude_none=True) for tool in tools)
 
 
 def _require_known_form(tokenizer: TextTokenizer) -> None:

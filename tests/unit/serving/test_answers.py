@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.byte_level import byte_level_tokenizer
 from tests.tiny import EOS_ID
+from tokenizers import Tokenizer, models
 
+from paceline.checkpoint.tokenizer import TextTokenizer
 from paceline.engine.request import RequestResult, TokenLogprobs
 from paceline.serving.answers import (
     chat_choice,
@@ -85,6 +87,14 @@ def test_tokens_that_are_parts_of_characters_do_not_hide_each_other() -> None:
     (z,), (one, other, *_) = TOKENIZER.encode("z"), TOKENIZER.encode("\N{GRINNING FACE}")
     (top,) = completion_logprobs([entry(z, -3.0, [(one, -1.0), (other, -2.0)])], TEXTS, num_top=2).top_logprobs or ()
     assert top == {"z": -3.0, r"bytes:\xf0": -1.0, r"bytes:\x9f": -2.0}
+
+
+def test_tokens_of_one_spelling_do_not_hide_the_chosen_one() -> None:
+    vocabulary = {"<0x41>": 0, "A": 1}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    texts = TokenTexts(TextTokenizer(backend, chat_template=None, special_tokens={}, origin="t"))
+    (top,) = completion_logprobs([entry(1, -0.5, [(1, -0.5), (0, -9.0)])], texts, num_top=2).top_logprobs or ()
+    assert top == {"A": -0.5}
 
 
 def test_special_tokens_take_no_room_in_the_text() -> None:

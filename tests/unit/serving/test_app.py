@@ -44,6 +44,11 @@ def test_tokens_there_and_back(served: Running) -> None:
     assert chat["tokens"] == tokenizer.encode_chat(messages) and "token_strs" not in chat
     open_turn = served.client.post("/tokenize", json={"messages": messages, "add_generation_prompt": False}).json()
     assert open_turn["tokens"] == chat["tokens"][:-1]
+    goes_on = served.client.post("/tokenize", json={"messages": messages, "continue_final_message": True}).json()
+    assert goes_on["tokens"] == open_turn["tokens"][:-1]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with_tools = served.client.post("/tokenize", json={"messages": messages, "tools": tools}).json()
+    assert with_tools["tokens"] == tokenizer.encode(tokenizer.render_chat(messages, tools=tools))
     for body in ({}, {"prompt": "a", "messages": messages}):
         assert served.client.post("/tokenize", json=body).status_code == 400
     for tokens in ([-1], [10**6]):

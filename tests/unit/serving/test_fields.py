@@ -115,6 +115,32 @@ def test_wrong_types_are_refused(name: str, value: object) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("prompt", [5] * 9 + ["x"] * 9),
+        ("prompt", ["x"] * 9 + [5] * 9),
+        ("prompt", [["x"] * 9] * 9),
+        ("stop", [5] * 9),
+        ("stop_token_ids", ["x"] * 9),
+        ("allowed_token_ids", [1.5] * 9),
+        ("bad_words", [None] * 9),
+    ],
+)
+def test_one_fault_of_a_list_is_told(name: str, value: object) -> None:
+    """A list of millions would come to as many messages."""
+    with pytest.raises(ValidationError) as caught:
+        CompletionRequest.model_validate({"prompt": "a", name: value})
+    assert len(caught.value.errors()) <= 4  # one for each kind that it might have been
+
+
+def test_one_fault_of_messages_and_tools_is_told() -> None:
+    for body in ({"messages": [5] * 9}, {"messages": [], "tools": [{}] * 9}):
+        with pytest.raises(ValidationError) as caught:
+            ChatCompletionRequest.model_validate(body)
+        assert len(caught.value.errors()) <= 2
+
+
+@pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"temperature": -0.1}, "temperature"),
