@@ -5,6 +5,7 @@ Exit codes: 1 failed, 2 usage or settings, 3 a check says no, 130 interrupted.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -121,6 +122,7 @@ def test_the_sound_parts_work(world: World, run_file: Path, capsys: pytest.Captu
         ),
         (["generate", "{w}/data.npz", "-p", "w5"], ["data.npz is a file of an unknown kind"]),
         (["inspect", "{w}/gone"], ["there is no target named"]),
+        (["chat", "{w}/gone"], ["there is no target named", "/gone"]),
         (["generate", "{w}/target", "--prompt-file", "{w}/gone.jsonl"], ["does not exist", "gone.jsonl"]),
         (["generate", "{w}/target", "--prompt-file", "{w}/numbers.jsonl"], ["numbers.jsonl:2", "found 5"]),
         (["generate", "{w}/target", "--prompt-file", "{w}/binary.jsonl"], ["not UTF-8", "binary.jsonl"]),
@@ -250,6 +252,7 @@ def start(*arguments: str | Path) -> subprocess.Popen[str]:
     """The program as a user starts it; Ctrl-C reaches it even where the tests themselves run detached."""
     return subprocess.Popen(
         [sys.executable, "-m", "paceline", *map(str, arguments)],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -268,6 +271,25 @@ def test_ctrl_c_in_generation(world: World) -> None:
     assert process.returncode == 130, err
     assert first.startswith("w") and (first + out).endswith("\n") and len(first + out) > 8
     assert err.count("interrupted") == 1 and "Traceback" not in err and "Error" not in err
+
+
+def test_ctrl_c_in_a_chat(world: World, tmp_path: Path) -> None:
+    """It ends the answer and not the program; what came stays in the conversation, which goes on."""
+    process = start("chat", world.target, "--max-tokens", "1800", "--ignore-eos", "--max-model-len", "2048")
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write("w5 w6\n")
+    process.stdin.flush()
+    first = process.stdout.read(8)
+    process.send_signal(signal.SIGINT)
+    rest = process.stdout.readline()
+    saved = tmp_path / "chat.jsonl"
+    out, err = process.communicate(f"/save {saved}\n/exit\n", timeout=60)
+    assert process.returncode == 0, err
+    assert err.count(", interrupted") == 1 and "Traceback" not in err and "Error" not in err
+    question, answer = map(json.loads, saved.read_text().splitlines())
+    assert question == {"role": "user", "content": "w5 w6"} and out == ""
+    assert answer == {"role": "assistant", "content": (first + rest).removesuffix("\n")}
+    assert 8 < len(answer["content"]) < 1800 * 3
 
 
 @pytest.mark.parametrize(("number", "times"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])

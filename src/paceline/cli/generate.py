@@ -66,20 +66,9 @@ def generate(
     repetition_penalty: options.RepetitionPenalty = None,
     frequency_penalty: options.FrequencyPenalty = None,
     presence_penalty: options.PresencePenalty = None,
-    logit_bias: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ID=BIAS", help="Add to the logit of a token id; repeatable.", rich_help_panel=options.SAMPLING
-        ),
-    ] = None,
-    allowed_token_id: Annotated[
-        list[int] | None,
-        typer.Option(help="Choose among these token ids alone; repeatable.", rich_help_panel=options.SAMPLING),
-    ] = None,
-    bad_word: Annotated[
-        list[str] | None,
-        typer.Option(help="Never complete this text; repeatable.", rich_help_panel=options.SAMPLING),
-    ] = None,
+    logit_bias: options.LogitBias = None,
+    allowed_token_id: options.AllowedTokenId = None,
+    bad_word: options.BadWord = None,
     n: Annotated[
         int | None, typer.Option("--n", "-n", help="Samples of each prompt.", rich_help_panel=options.SAMPLING)
     ] = None,
@@ -122,14 +111,8 @@ def generate(
             metavar="raw|processed", help="Of the model, or of what was sampled from.", rich_help_panel=options.OUTPUT
         ),
     ] = None,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(help="End the text before this string; repeatable.", rich_help_panel=options.SAMPLING),
-    ] = None,
-    stop_token_id: Annotated[
-        list[int] | None,
-        typer.Option(help="End the text at this token; repeatable.", rich_help_panel=options.SAMPLING),
-    ] = None,
+    stop: options.Stop = None,
+    stop_token_id: options.StopTokenId = None,
     include_stop_str_in_output: Annotated[
         bool,
         typer.Option(
@@ -221,7 +204,7 @@ def generate(
             "repetition_penalty": repetition_penalty,
             "frequency_penalty": frequency_penalty,
             "presence_penalty": presence_penalty,
-            "logit_bias": parse_biases(logit_bias) if logit_bias else None,
+            "logit_bias": options.parse_biases(logit_bias) if logit_bias else None,
             "allowed_token_ids": tuple(allowed_token_id) if allowed_token_id else None,
             "bad_words": tuple(bad_word) if bad_word else None,
             "n": n,
@@ -285,28 +268,6 @@ def _refuse_copies() -> None:
             "torchrun started several processes, and nothing says how they share the target",
             hint="--tensor-parallel-size or --pipeline-parallel-size, or `paceline generate` without torchrun",
         )
-
-
-def parse_biases(texts: Sequence[str]) -> dict[str, float]:
-    """`ID=BIAS` flags as a table.
-
-    Raises:
-        ConfigError: a flag of another form, or an id given twice.
-    """
-    biases: dict[str, float] = {}
-    for text in texts:
-        token, separator, bias = text.partition("=")
-        try:
-            value = float(bias)
-        except ValueError:
-            separator = ""
-            value = 0.0
-        if not separator or not token.strip().isdigit():
-            raise ConfigError(f"--logit-bias {text!r} is not of the form ID=BIAS", hint="--logit-bias 42=-5")
-        if token.strip() in biases:
-            raise ConfigError(f"--logit-bias names token {token.strip()} twice")
-        biases[token.strip()] = value
-    return biases
 
 
 def gather_prompts(texts: Sequence[str], file: Path | None) -> list[Prompt]:

@@ -77,7 +77,7 @@ def show_summary(outcomes: Sequence[Outcome], view: View) -> None:
         return
     summary = AcceptanceSummary.from_steps(record for result in results for record in result.trace.records)
     num_tokens = sum(len(result.token_ids) for result in results)
-    speed = _pooled_speed(results)
+    speed = pooled_speed(results)
     if view.trace and summary.num_steps:
         from paceline.reporting.terminal import print_summary
 
@@ -92,8 +92,8 @@ def show_summary(outcomes: Sequence[Outcome], view: View) -> None:
             parts.append(f"{speed:.1f} tokens/s")
         typer.echo(", ".join(parts), err=True)
     compared = [outcome for outcome in outcomes if outcome.comparison is not None]
-    speculative = _pooled_speed([outcome.result for outcome in compared])
-    plain = _pooled_speed([outcome.plain for outcome in compared if outcome.plain is not None])
+    speculative = pooled_speed([outcome.result for outcome in compared])
+    plain = pooled_speed([outcome.plain for outcome in compared if outcome.plain is not None])
     if speculative is not None and plain is not None:
         typer.echo(
             f"speculative {speculative:.1f} tokens/s, plain {plain:.1f} tokens/s, ratio {speculative / plain:.2f}",
@@ -106,7 +106,7 @@ def show_summary(outcomes: Sequence[Outcome], view: View) -> None:
         typer.echo(f"identical: {same} of {len(compared)} prompts", err=True)
 
 
-def _pooled_speed(results: Sequence[RequestResult]) -> float | None:
+def pooled_speed(results: Sequence[RequestResult]) -> float | None:
     """Tokens after the first per second of decoding, over several answers."""
     seconds = sum(result.trace.total_ms - result.trace.prefill_ms for result in results) / 1000.0
     num_tokens = sum(max(0, len(result.token_ids) - 1) for result in results)
@@ -134,14 +134,14 @@ def as_json_object(run: GenerateRun, models: Models, outcomes: Sequence[Outcome]
             "verify_method": result.verify_method,
             "prefill_ms": result.trace.prefill_ms,
             "total_ms": result.trace.total_ms,
-            "tokens_per_second": _pooled_speed([result]),
+            "tokens_per_second": pooled_speed([result]),
         }
         if result.logprobs is not None:
             row["logprobs"] = [_logprobs_row(entry, models) for entry in result.logprobs]
         if models.drafter is not None:
             row["speculative_decoding"] = AcceptanceSummary.from_steps(result.trace.records).to_dict()
         if outcome.plain is not None and outcome.comparison is not None:
-            ours, plain = _pooled_speed([result]), _pooled_speed([outcome.plain])
+            ours, plain = pooled_speed([result]), pooled_speed([outcome.plain])
             row["plain"] = {
                 "identical": outcome.comparison.is_identical,
                 "first_divergence": outcome.comparison.first_divergence,

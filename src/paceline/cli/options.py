@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -108,6 +110,22 @@ PresencePenalty = Annotated[
 IgnoreEos = Annotated[
     bool, typer.Option("--ignore-eos", help="Go on past end-of-text tokens.", rich_help_panel=SAMPLING)
 ]
+LogitBias = Annotated[
+    list[str] | None,
+    typer.Option(metavar="ID=BIAS", help="Add to the logit of a token id; repeatable.", rich_help_panel=SAMPLING),
+]
+AllowedTokenId = Annotated[
+    list[int] | None, typer.Option(help="Choose among these token ids alone; repeatable.", rich_help_panel=SAMPLING)
+]
+BadWord = Annotated[
+    list[str] | None, typer.Option(help="Never complete this text; repeatable.", rich_help_panel=SAMPLING)
+]
+Stop = Annotated[
+    list[str] | None, typer.Option(help="End the text before this string; repeatable.", rich_help_panel=SAMPLING)
+]
+StopTokenId = Annotated[
+    list[int] | None, typer.Option(help="End the text at this token; repeatable.", rich_help_panel=SAMPLING)
+]
 
 System = Annotated[str | None, typer.Option(help="System message.", rich_help_panel=SETTINGS)]
 Raw = Annotated[
@@ -187,6 +205,28 @@ def stderr_console(*, color: bool) -> Console:
 def number_or_word(text: str | None) -> int | str | None:
     """A flag that takes a number or a word, as a file of settings would have it."""
     return int(text) if text is not None and text.isdecimal() else text
+
+
+def parse_biases(texts: Sequence[str]) -> dict[str, float]:
+    """`ID=BIAS` flags as a table.
+
+    Raises:
+        ConfigError: a flag of another form, or an id given twice.
+    """
+    biases: dict[str, float] = {}
+    for text in texts:
+        token, separator, bias = text.partition("=")
+        try:
+            value = float(bias)
+        except ValueError:
+            separator = ""
+            value = 0.0
+        if not separator or not token.strip().isdigit():
+            raise ConfigError(f"--logit-bias {text!r} is not of the form ID=BIAS", hint="--logit-bias 42=-5")
+        if token.strip() in biases:
+            raise ConfigError(f"--logit-bias names token {token.strip()} twice")
+        biases[token.strip()] = value
+    return biases
 
 
 def given(flag: bool) -> bool | None:

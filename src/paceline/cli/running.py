@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from paceline.cli.options import set_threads
 
 if TYPE_CHECKING:
+    from paceline.configuration.chat import ChatRun
     from paceline.configuration.environment import Environment
     from paceline.configuration.generation import GenerateRun, ModelRun, ModelSettings
     from paceline.engine.engine import Engine
@@ -129,11 +130,10 @@ def sampling_of(run: ModelRun) -> SamplingParameters:
     return sampling
 
 
-def answer_sampling_of(run: GenerateRun) -> SamplingParameters:
-    """What `sampling_of` gives, with what only single answers have: stops, rules on tokens, structure, samples.
+def ruled_sampling_of(run: GenerateRun | ChatRun) -> SamplingParameters:
+    """What `sampling_of` gives, with stops and rules on tokens.
 
     Raises:
-        ConfigError: a file that a setting names cannot be read.
         RequestError: a value is impossible.
     """
     from dataclasses import replace
@@ -142,13 +142,27 @@ def answer_sampling_of(run: GenerateRun) -> SamplingParameters:
         sampling_of(run),
         stop=run.stop,
         stop_token_ids=run.stop_token_ids,
+        logit_bias={int(token): bias for token, bias in run.logit_bias.items()} or None,
+        allowed_token_ids=run.allowed_token_ids or None,
+        bad_words=run.bad_words,
+    )
+
+
+def answer_sampling_of(run: GenerateRun) -> SamplingParameters:
+    """What `ruled_sampling_of` gives, with what only single answers have: structure, log-probabilities, samples.
+
+    Raises:
+        ConfigError: a file that a setting names cannot be read.
+        RequestError: a value is impossible.
+    """
+    from dataclasses import replace
+
+    return replace(
+        ruled_sampling_of(run),
         include_stop_str_in_output=run.include_stop_str_in_output,
         n=run.n,
         logprobs=run.logprobs,
         logprobs_mode=run.logprobs_mode,
-        logit_bias={int(token): bias for token, bias in run.logit_bias.items()} or None,
-        allowed_token_ids=run.allowed_token_ids or None,
-        bad_words=run.bad_words,
         structured_output=_structure_of(run),
     )
 

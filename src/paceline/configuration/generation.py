@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, Strict, field_validator, model_validator
+from pydantic import AfterValidator, Field, Strict, model_validator
 
 from paceline.configuration.fields import (
     Count,
@@ -35,6 +35,16 @@ VerifyMethod = Literal["standard", "block", "match", "coupled"]
 DraftLength = Literal["off", "fixed", "adaptive"]
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,18}")  # without leading zeros, so that no id has two names
 Penalty = Annotated[float, Strict(), Field(ge=-2, le=2, allow_inf_nan=False)]
+
+
+def _biases_name_tokens(biases: dict[str, float]) -> dict[str, float]:
+    for token in biases:
+        if _TOKEN_ID.fullmatch(token) is None:
+            raise ValueError(f"{token!r} is no token id")
+    return biases
+
+
+TokenBiases = Annotated[dict[str, Number], AfterValidator(_biases_name_tokens)]
 
 
 class ModelSettings(Settings):
@@ -129,7 +139,7 @@ class GenerateRun(ModelRun):
     logprobs_mode: Literal["raw", "processed"] = Field(
         "raw", description="raw reads the model's own distribution, processed the one that was sampled from"
     )
-    logit_bias: dict[str, Number] = Field({}, description="numbers added to the logits of token ids")
+    logit_bias: TokenBiases = Field({}, description="numbers added to the logits of token ids")
     allowed_token_ids: tuple[CountOrZero, ...] = Field(
         (), description="choose among these tokens alone; none allows all"
     )
@@ -162,14 +172,6 @@ class GenerateRun(ModelRun):
     trace_file: Annotated[PathName | None, OrNone] = Field(
         None, description="append a record of every step to this .jsonl file"
     )
-
-    @field_validator("logit_bias")
-    @classmethod
-    def _biases_name_tokens(cls, biases: dict[str, float]) -> dict[str, float]:
-        for token in biases:
-            if _TOKEN_ID.fullmatch(token) is None:
-                raise ValueError(f"{token!r} is no token id")
-        return biases
 
     @model_validator(mode="after")
     def _one_structure_at_most(self) -> Self:

@@ -65,7 +65,7 @@ class FakeEngine:
         return self
 
     def add_request(self, prompt_ids: Sequence[int], sampling: Any, request_id: str | None = None) -> str:
-        name = f"r{len(self.results) + len(self.running)}"
+        name = request_id or f"r{len(self.results) + len(self.running)}"
         answer = self.answer[: sampling.max_tokens]
         self.seeds.append(sampling.seed)
         self.asked.append(sampling)
@@ -125,6 +125,7 @@ class FakeEngine:
             error=self.error if reason == "error" else None,
             verify_method=self.verify_method,
             is_lossless=True,
+            num_cached_tokens=0,
         )
 
     def _logprobs(self, request: _Running) -> Any:
@@ -143,6 +144,9 @@ class FakeEngine:
             self._finish(request_id, "abort")
 
     def result(self, request_id: str) -> Any:
+        return self.results[request_id]
+
+    def take_result(self, request_id: str) -> Any:
         return self.results[request_id]
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Any) -> list[Any]:

@@ -8,6 +8,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from paceline.configuration.capture import CapturePromptsRun
+from paceline.configuration.chat import ChatRun
 from paceline.configuration.generation import EvaluateRun, GenerateRun
 from paceline.configuration.run import TrainRun
 
@@ -30,7 +31,7 @@ def _models(model: type[BaseModel]) -> list[type[BaseModel]]:
     ]
 
 
-@pytest.mark.parametrize("model", [*_models(TrainRun), GenerateRun, EvaluateRun])
+@pytest.mark.parametrize("model", [*_models(TrainRun), GenerateRun, EvaluateRun, ChatRun])
 def test_every_group_is_closed_frozen_and_described(model: type[BaseModel]) -> None:
     assert model.model_config.get("frozen") is True
     assert model.model_config.get("extra") == "forbid"
