@@ -125,7 +125,7 @@ def read_prompts(options: argparse.Namespace) -> list[list[int]]:
     found = read_set(
         NamedFile("prompts", options.prompts),
         open_tokenizer(path),
-        vocab_size=read_target_contract(path).vocab_size,
+        vocab_size=read_target_contract(path, options.model).vocab_size,
         limit=options.num_prompts,
     ).prompts
     return [list(prompt) for prompt in found]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks import http_serving
-from benchmarks.http_serving import Answer, Loop, ask_all, main, named_url, parse, rows_of
+from benchmarks.http_serving import Answer, Loop, ask_all, main, named_url, parse, read_prompts, rows_of
 from tests.served import running
 
 from paceline.errors import DataError
@@ -56,3 +56,10 @@ def test_the_result_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("ours", False, 3),
         ("ours", True, 3),
     ]
+
+
+def test_prompts_are_those_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"id": "a", "prompt": "Why?"}\n{"id": "b", "prompt": "How?"}\n')
+    options = parse(["--server", "a=http://x", "--prompts", str(tmp_path / "prompts.jsonl"), "--num-prompts", "1"])
+    (prompt,) = read_prompts(options)
+    assert len(prompt) > 5
