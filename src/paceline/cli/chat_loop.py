@@ -60,20 +60,32 @@ class InputLines:
         return "\n".join(parts) if parts else None
 
     def _line(self, sign: str) -> str | None:
-        if self._has_editor:
-            try:
-                return input(sign)
-            except EOFError:
-                typer.echo("", err=True)  # what comes next is not to stand behind the sign
-                return None
-        if self.is_terminal:
-            typer.echo(sign, err=True, nl=False)
-        line = sys.stdin.readline() if sys.stdin is not None else ""
+        try:
+            line = self._read(sign)
+        except KeyboardInterrupt:
+            self._leave_sign()
+            raise
         if not line:
+            self._leave_sign()
             return None
         if self._is_first:
             line, self._is_first = line.removeprefix("\ufeff"), False
         return line.removesuffix("\n").removesuffix("\r")
+
+    def _read(self, sign: str) -> str:
+        """A line with its end, as `readline` gives it; nothing at the end of the input."""
+        if self._has_editor:
+            try:
+                return input(sign) + "\n"
+            except EOFError:
+                return ""
+        if self.is_terminal:
+            typer.echo(sign, err=True, nl=False)
+        return sys.stdin.readline() if sys.stdin is not None else ""
+
+    def _leave_sign(self) -> None:
+        if self.is_terminal:
+            typer.echo("", err=True)  # what comes next is not to stand behind the sign
 
 
 class ChatLoop:
