@@ -95,7 +95,7 @@ def test_lines(world: World, typed: str, asked: str) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("/halp", "RequestError: there is no command /halp\n  try: /help"),
+        ("/nothing", "RequestError: there is no command /nothing\n  try: /help"),
         ("/undo", "there is no message to take back"),
         ("/retry", "there is no message to answer again"),
         ("/save", "/save needs the name of a file"),
