@@ -114,8 +114,10 @@ class DrafterSettings(Settings):
         description="token id that fills the rows after the anchor: one that no text holds, such as an unused row; "
         "eagle3 has none",
     )
-    draft_sample_method: DraftSampleMethod = Field(
-        "greedy", description="how a served drafter picks its proposals unless told otherwise"
+    draft_sample_method: Annotated[DraftSampleMethod | None, OrNone] = Field(
+        None,
+        description="how a served drafter picks its proposals unless told otherwise; unset is probabilistic for "
+        "dflash2 and dspark, greedy for the others",
     )
 
     @model_validator(mode="before")

@@ -9,6 +9,7 @@ from paceline.checkpoint.contract import (
     ConfidenceSettings,
     ConvolutionSettings,
     DrafterContract,
+    DraftSampleMethod,
     Eagle3Settings,
     LatentAttentionSettings,
     MarkovSettings,
@@ -21,6 +22,8 @@ from paceline.configuration.run import DrafterSettings, TrainRun
 from paceline.errors import ConfigError
 
 _NO_MASK = -1  # an EAGLE-3 drafter has no masked rows
+# Where drafts depend on those before them, drawing keeps more of sampled text. Others take the best id.
+_SAMPLE_METHODS: dict[str, DraftSampleMethod] = {"dflash2": "probabilistic", "dspark": "probabilistic"}
 
 
 def drafter_contract(run: TrainRun, target: TargetContract) -> DrafterContract:
@@ -84,7 +87,7 @@ def drafter_contract(run: TrainRun, target: TargetContract) -> DrafterContract:
         input_embedding_scale=1.0,
         output_multiplier=1.0,
         final_logit_softcapping=None,
-        draft_sample_method=asked.draft_sample_method,
+        draft_sample_method=asked.draft_sample_method or _SAMPLE_METHODS.get(asked.family, "greedy"),
         dtype="bfloat16",
         has_own_head=asked.own_head or _is_reduced(asked, target),
         latent=_latent(asked),

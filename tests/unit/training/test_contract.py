@@ -39,6 +39,20 @@ def test_dspark_of_both_layouts() -> None:
     assert contract(family="dspark", confidence_head=False).confidence is None
 
 
+@pytest.mark.parametrize("family", ["dflash", "dflash2", "dspark", "eagle3"])
+def test_what_a_run_leaves_open_is_drafted_as_a_folder_that_says_nothing(family: str) -> None:
+    """Served from a folder whose config lacks our field, a drafter of the family would pick its proposals alike."""
+    mask = {"mask_token_id": None} if family == "eagle3" else {}
+    found = contract(family=family, **mask)
+    config = write_drafter_config(found)
+    for place in [config, *(value for value in config.values() if isinstance(value, dict))]:
+        place.pop("draft_sample_method", None)
+    assert contract_from_config(config, "here").draft_sample_method == found.draft_sample_method
+    assert found.draft_sample_method == ("probabilistic" if family in ("dflash2", "dspark") else "greedy")
+    assert contract(family=family, draft_sample_method="greedy", **mask).draft_sample_method == "greedy"
+    assert contract(family=family, draft_sample_method="probabilistic", **mask).draft_sample_method == "probabilistic"
+
+
 def test_latent_attention_of_both_families_is_what_k3_drafters_have() -> None:
     sizes = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_size": 8, "qk_rope_head_size": 6, "v_head_size": 12}
     for family, layout in (("dspark", "anchor_sampling"), ("dflash2", "fill_in")):
