@@ -1,13 +1,19 @@
 """Servers of the OpenAI API side by side: the same prompts, closed loops of 1, 4 and 16 requests, whole and streamed.
 
-    paceline serve smollm2-135m-instruct --port 8001 --no-prefix-cache &
+    paceline serve smollm2-135m-instruct --port 8001 --threads 2 --no-prefix-cache &
     paceline serve smollm2-135m-instruct --draft-model drafters/smollm2-135m-instruct-dflash2 --port 8002 \\
-        --no-prefix-cache &
+        --threads 2 --no-prefix-cache &
     python -m benchmarks.http_serving --server plain=http://127.0.0.1:8001 \\
         --server adaptive=http://127.0.0.1:8002 --out docs/results
 
-Any server will do: one that runs elsewhere, or vLLM's (`vllm serve FOLDER --no-enable-prefix-caching`, of a folder that
-`python -m benchmarks.http_serving --export FOLDER` writes). The first one named is what the others are compared with.
+Any server will do: one that runs elsewhere, or vLLM's, in an environment of its own, of a folder that
+`python -m benchmarks.http_serving --export FOLDER` writes:
+
+    LD_PRELOAD=vllm/lib/libiomp5.so VLLM_CPU_KVCACHE_SPACE=1 vllm/bin/vllm serve FOLDER --port 8003 \\
+        --served-model-name smollm2-135m-instruct --dtype bfloat16 --max-model-len 2048 --max-num-seqs 16 \\
+        --no-enable-prefix-caching
+
+The first one named is what the others are compared with. Threads of the servers are the business of who starts them.
 
 Greedy, every answer of exactly `--max-tokens` tokens, prompts as token ids, so all do the same work. Each server warms
 up, then all answer the same prompts in turn, in an order that reverses from round to round. Servers that wait meanwhile

@@ -125,7 +125,7 @@ def _add_routes(app: FastAPI, server: Server) -> None:
     @app.get("/health", tags=["server"])
     async def health() -> Response:
         """200 while requests are served; 503 before, behind a failure, and where a check found the engine wrong."""
-        return Response(status_code=200 if server.host.is_ready else 503)
+        return Response(status_code=200 if server.is_ready else 503)
 
     @app.get("/ping", tags=["server"])
     async def ping() -> Response:

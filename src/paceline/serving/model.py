@@ -93,5 +93,10 @@ class ModelHost:
             EngineClosedError: it is still being loaded, or is served no more.
         """
         if self._model is None or not self.engine.is_running:
-            raise EngineClosedError("the model is not ready", hint="GET /health answers 200 once it is")
+            raise not_ready()
         return self._model
+
+
+def not_ready() -> EngineClosedError:
+    """What those are told who ask before the model is there."""
+    return EngineClosedError("the model is not ready", hint="GET /health answers 200 once it is")

@@ -21,7 +21,7 @@ from paceline.serving.chat import encode_chat
 from paceline.serving.failures import UnknownModelError, error_body
 from paceline.serving.fields import FieldError, UnknownFields
 from paceline.serving.metrics import ServerMetrics
-from paceline.serving.model import MetricsLevel, ModelHost, OpenModel, ServedModel
+from paceline.serving.model import MetricsLevel, ModelHost, OpenModel, ServedModel, not_ready
 from paceline.serving.prepare import prepare_chat, prepare_completion
 from paceline.serving.protocol import (
     ChatCompletion,
@@ -111,6 +111,11 @@ class Server:
     async def stop(self) -> None:
         """End at once: answers had their time before, while the front end let connections end."""
         await self.host.engine.stop(drain=False)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are served."""
+        return self._ready is not None and self.host.is_ready
 
     # Completions
 
@@ -290,7 +295,8 @@ class Server:
 
     def _require_ready(self) -> _Ready:
         _ = self.host.model  # raises while there is none
-        assert self._ready is not None, "it is made before the engine is known to run"
+        if self._ready is None:  # the engine's thread serves already, and this loop has not heard of it
+            raise not_ready()
         return self._ready
 
     def _check_name(self, name: str | None, ready: _Ready) -> None:

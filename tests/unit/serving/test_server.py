@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.served import MAX_MODEL_LEN, Running, running
+from tests.served import MAX_MODEL_LEN, Running, opener, running
+
+from paceline.errors import EngineClosedError
+from paceline.serving.server import Server, ServerOptions
 
 DEAD_END = {"prompt": "tea", "max_tokens": 4, "structured_outputs": {"choice": ["z"]}, "bad_words": ["z"]}
 
@@ -47,3 +51,20 @@ def test_a_prompt_of_millions_of_characters_is_refused_at_once(served: Running, 
 def test_a_prompt_that_may_fit_is_encoded(served: Running) -> None:
     answer = served.client.post("/v1/completions", json={"prompt": "te" * (MAX_MODEL_LEN - 8), "max_tokens": 2})
     assert answer.status_code == 200
+
+
+def test_an_engine_that_the_loop_has_not_heard_of_is_not_ready() -> None:
+    """Its thread serves from one moment to the next; a request that comes between is told to come again."""
+
+    async def ask_early() -> None:
+        server = Server(opener(), ServerOptions(checks_at_start=False))
+        await server.host.engine.start()
+        assert server.host.is_ready and not server.is_ready
+        with pytest.raises(EngineClosedError, match="not ready"):
+            server.models()
+        await server.start()
+        assert server.is_ready and len(server.models()) == 1
+        await server.stop()
+        assert not server.is_ready
+
+    asyncio.run(ask_early())
