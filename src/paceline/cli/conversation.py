@@ -104,11 +104,10 @@ class Conversation:
                 "leaves no room for an answer",
                 hint="/reset or /undo, and then /retry; or a larger --max-model-len",
             )
-        num_dead_ends = self._engine.stats().num_dead_ends
         result = self._run(ids, show)
         if result.finish_reason == "error":
             message = f"the answer ended after {len(result.token_ids)} tokens: {result.error}"
-            if self._engine.stats().num_dead_ends > num_dead_ends:
+            if result.has_dead_end:
                 raise RequestError(message)
             raise NumericError(message, hint="--dtype float32")
         if result.text or result.finish_reason != "abort":

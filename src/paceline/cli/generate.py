@@ -352,7 +352,7 @@ def _run_all(run: GenerateRun, models: Models, prompts: Sequence[Prompt], view: 
             if writer is not None:
                 writer.write(result.trace)
             if result.finish_reason == "error":
-                failure = _failure(outcome, models, is_dead_end=engine.stats().num_dead_ends > 0)
+                failure = _failure(outcome, models)
                 break
             if result.finish_reason == "abort":
                 interrupted = True
@@ -387,11 +387,11 @@ def _run_all(run: GenerateRun, models: Models, prompts: Sequence[Prompt], view: 
     return EXIT_CHECK_SAYS_NO if differs else 0
 
 
-def _failure(outcome: Outcome, models: Models, *, is_dead_end: bool) -> PacelineError:
+def _failure(outcome: Outcome, models: Models) -> PacelineError:
     """What to raise for an answer that ended with an error: numbers are the models' fault, rules the caller's."""
     result = outcome.result
     message = f"prompt {outcome.prompt.id!r}, after {len(result.token_ids)} tokens: {result.error}"
-    if is_dead_end:
+    if result.has_dead_end:
         return RequestError(message)
     return NumericError(message, origin={"target": models.target.contract.origin}, hint="--dtype float32")
 

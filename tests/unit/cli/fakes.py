@@ -49,7 +49,7 @@ class FakeEngine:
     interrupt_after: int | None = None
     last_reason: str = "stop"
     error: str = "the logits hold a NaN or an infinity"
-    num_dead_ends: int = 0
+    has_dead_end: bool = False
     max_model_len: int = 2048
     running: dict[str, _Running] = field(default_factory=dict)
     results: dict[str, Any] = field(default_factory=dict)
@@ -126,6 +126,7 @@ class FakeEngine:
             verify_method=self.verify_method,
             is_lossless=True,
             num_cached_tokens=0,
+            has_dead_end=self.has_dead_end,
         )
 
     def _logprobs(self, request: _Running) -> Any:
@@ -137,7 +138,7 @@ class FakeEngine:
         )
 
     def stats(self) -> Any:
-        return SimpleNamespace(num_dead_ends=self.num_dead_ends, num_listed_ids=None, listed_share=None)
+        return SimpleNamespace(num_listed_ids=None, listed_share=None)
 
     def abort(self, request_id: str) -> None:
         if request_id in self.running:

@@ -192,22 +192,13 @@ def test_retry_replaces_an_answer_and_undo_takes_it_back() -> None:
             act()
 
 
-@pytest.mark.parametrize(("num_dead_ends", "error"), [(0, NumericError), (1, RequestError)])
-def test_a_failed_answer_leaves_the_messages(num_dead_ends: int, error: type[Exception]) -> None:
+@pytest.mark.parametrize(("has_dead_end", "error"), [(False, NumericError), (True, RequestError)])
+def test_a_failed_answer_leaves_the_messages(has_dead_end: bool, error: type[Exception]) -> None:
     engine: Any = FakeEngine()
     conversation = Conversation(engine, FakeTokenizer(), SamplingParameters(max_tokens=100))
     talk(conversation, ["one"])
     before = conversation.messages
-    engine.last_reason = "error"
-    counts = iter((0, num_dead_ends, 0, num_dead_ends))
-    stats = engine.stats
-
-    def counting() -> Any:
-        found = stats()
-        found.num_dead_ends = next(counts)
-        return found
-
-    engine.stats = counting
+    engine.last_reason, engine.has_dead_end = "error", has_dead_end
     for ask in (lambda: conversation.retry(print), lambda: conversation.ask("two", print)):
         with pytest.raises(error, match="the answer ended after 17 tokens: the logits hold"):
             ask()

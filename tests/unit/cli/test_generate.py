@@ -183,7 +183,7 @@ def test_a_trace_that_nobody_sees_is_named(engines: dict[bool, FakeEngine], caps
 def test_rules_that_leave_nothing_are_the_callers_mistake(
     engines: dict[bool, FakeEngine], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    engines[True].last_reason, engines[True].error, engines[True].num_dead_ends = "error", "no token is allowed", 1
+    engines[True].last_reason, engines[True].error, engines[True].has_dead_end = "error", "no token is allowed", True
     assert run(WITH_DRAFTER) == 2
     assert "RequestError: prompt 'prompt-0', after 17 tokens: no token is allowed" in capsys.readouterr().err
 
