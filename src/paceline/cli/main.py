@@ -7,6 +7,7 @@ PACELINE_DEBUG=1 asks for one; our own bugs keep theirs.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
@@ -114,7 +115,26 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         typer.main.get_command(app)(args=list(sys.argv[1:] if arguments is None else arguments), prog_name="paceline")
     except KeyboardInterrupt:  # between the verb's end and the interpreter's
         sys.exit(EXIT_INTERRUPTED)
+    except SystemExit as leaving:
+        _leave_at_once_if_launched(leaving.code)
+        raise
     sys.exit(0)
+
+
+def _leave_at_once_if_launched(code: str | int | None) -> None:
+    """End a process that torchrun started here, without the interpreter's own clean-up.
+
+    Threads of a process group may be left: a failed one waits for a process that is gone, and torch's caches of sharded
+    tensors keep a finished one. A thread that wakes up while the interpreter ends, and has to let go of a tensor, ends
+    the process by SIGABRT in place of its exit code.
+    """
+    distributed = sys.modules.get("torch.distributed")  # without it nothing was joined
+    if distributed is None or not (distributed.is_available() and distributed.is_torchelastic_launched()):
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(code if isinstance(code, int) else EXIT_FAILED)
 
 
 def _ready_streams() -> None:

@@ -41,6 +41,19 @@ class Layout:
         """Processes that this takes."""
         return self.num_stages * self.tensor_size
 
+    def require_size(self, num_processes: int) -> None:
+        """Refuse another number of processes.
+
+        Raises:
+            ConfigError: says what it takes.
+        """
+        if num_processes != self.num_ranks:
+            raise ConfigError(
+                f"{self.num_stages} stages of {self.tensor_size} ranks take {self.num_ranks} processes; this run has "
+                f"{num_processes}",
+                hint=f"torchrun --nproc-per-node {self.num_ranks} -m paceline ...",
+            )
+
     @staticmethod
     def even(num_layers: int, num_stages: int, tensor_size: int = 1) -> Layout:
         """Stages of equal length, the later ones shorter by one layer where it does not come out even.
@@ -66,6 +79,10 @@ class TensorGroup:
 
     def __init__(self, index: int = 0, size: int = 1, group: dist.ProcessGroup | None = None) -> None:
         self.index, self.size, self.group = index, size, group
+
+    def leave(self) -> None:
+        """Refer to the group no longer, which ends with all others; nothing communicates afterwards."""
+        self.group = None
 
     def total(self, partial: Tensor, *, in_order: bool) -> Tensor:
         """The sum over all ranks in the partial's dtype, on every rank the same bits.
@@ -121,12 +138,7 @@ class Mesh:
             ConfigError: the layout takes another number of processes, or does not fit the target.
         """
         ranges = stage_ranges(num_layers, layout.borders)
-        if world.size != layout.num_ranks:
-            raise ConfigError(
-                f"{layout.num_stages} stages of {layout.tensor_size} ranks take {layout.num_ranks} processes; this run "
-                f"has {world.size}",
-                hint=f"torchrun --nproc-per-node {layout.num_ranks} -m paceline ...",
-            )
+        layout.require_size(world.size)
         size = layout.tensor_size
         tensor = TensorGroup()
         for stage in range(layout.num_stages if size > 1 else 0):

@@ -131,6 +131,7 @@ class OpenTarget:
         """Let go of what must not outlive the ranks' connections."""
         if isinstance(self.decoder, TensorDecoder):
             self.decoder.close()
+        self.mesh.tensor.leave()
 
 
 def open_target(world: World, settings: DecodeSettings) -> OpenTarget:
@@ -169,6 +170,7 @@ def _terms(world: World, settings: DecodeSettings) -> _Terms:
     if settings.tensor_size < 1:
         raise ConfigError(f"{settings.tensor_size} ranks per stage were asked for; it takes one at least")
     require_shares(contract, settings.tensor_size)
+    layout.require_size(world.size)
     sizes = DecodeSizes(settings.num_places, settings.max_model_len, settings.prefill_chunk_size)
     if settings.max_model_len > contract.max_position_embeddings:
         raise ConfigError(

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from paceline.errors import EXIT_FAILED, CompatibilityError, ConfigError, PacelineError
+from paceline.distributed.process_group import is_about_others, is_launched, joined, own_device
+from paceline.errors import EXIT_FAILED, CompatibilityError, PacelineError
 from paceline.models.loading import resolve_device
 
 T = TypeVar("T")
@@ -126,8 +126,6 @@ def _who_has(values: Sequence[str]) -> str:
 def join_world(device: str = "auto", *, timeout_s: int = 600) -> Iterator[World]:
     """Be one of the processes that torchrun started, or the only one.
 
-    Each process of a machine takes the GPU of its own number. What the CPU has to say goes through gloo even then.
-
     Args:
         device: "auto", "cpu" or "cuda"; "cuda:1" for a process alone.
         timeout_s: how long to wait for the others.
@@ -135,39 +133,17 @@ def join_world(device: str = "auto", *, timeout_s: int = 600) -> Iterator[World]
         ConfigError: there is no GPU for this process.
         LostRankError: another process is gone, or did not answer in time.
     """
-    if not (dist.is_available() and dist.is_torchelastic_launched()):
+    if not is_launched():
         yield World(0, 1, resolve_device(device))
         return
-    own = _own_device(device, dist.get_node_local_rank())
-    backend = "gloo"
-    if own.type == "cuda":
-        torch.cuda.set_device(own)
-        backend = "cpu:gloo,cuda:nccl"
+    own = own_device(device)
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-        yield World(dist.get_rank(), dist.get_world_size(), own)
-        dist.destroy_process_group()  # not after a failure: it would wait for a rank that is gone
+        with joined(own, timeout_s=timeout_s):
+            yield World(dist.get_rank(), dist.get_world_size(), own)
     except RuntimeError as error:
-        if not (isinstance(error, dist.DistError) or "gloo" in str(error)):  # gloo has no error class of its own
+        if not is_about_others(error):
             raise
         raise LostRankError(
             f"another process of this run is gone, or silent for {timeout_s} s: {str(error).splitlines()[0]}",
             hint="its own message says how; a longer timeout, if it is just slow",
         ) from error
-
-
-def _own_device(device: str, local_rank: int) -> torch.device:
-    chosen = resolve_device(device)
-    if chosen.type != "cuda":
-        return chosen
-    if chosen.index is not None:
-        raise ConfigError(
-            f"device {device} is one GPU; torchrun started processes that take one each",
-            hint="the device cuda, and CUDA_VISIBLE_DEVICES to choose among them",
-        )
-    if local_rank >= torch.cuda.device_count():
-        raise ConfigError(
-            f"process {local_rank} of this machine has no GPU: torch sees {torch.cuda.device_count()}",
-            hint=f"torchrun --nproc-per-node {torch.cuda.device_count()}",
-        )
-    return torch.device("cuda", local_rank)

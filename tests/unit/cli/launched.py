@@ -1,9 +1,10 @@
-"""`paceline train` as torchrun starts it, in a process: the work that `test_train_ranks.py` gives to processes."""
+"""paceline as torchrun starts it: in a process that a test gives work to, and under torchrun itself."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,3 +42,11 @@ def launched(rank: int, port: int, folder: Path, arguments: Sequence[str], dies_
 
     with after_step(nothing if dies_at is None else act):
         main(arguments)
+
+
+def under_torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Two processes that tell which threads are left when they leave; see `threads_at_exit.py`."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    command += ["tests.unit.cli.threads_at_exit", *arguments]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)

@@ -173,6 +173,28 @@ def test_streams_that_are_closed_take_what_is_written(descriptors: tuple[int, ..
     assert bool(done.stdout) == (1 not in descriptors)
 
 
+_WITH_A_GROUP = """
+import atexit, sys, types
+from paceline.cli.main import main
+is_launched = sys.argv.pop(1) == "launched"
+sys.modules["torch.distributed"] = types.SimpleNamespace(
+    is_available=lambda: True, is_torchelastic_launched=lambda: is_launched
+)
+atexit.register(print, "the interpreter's clean-up")
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(("--version",), 0), (("no-such-verb",), 2)])
+def test_a_process_of_torchrun_leaves_without_the_interpreters_clean_up(arguments: tuple[str, ...], code: int) -> None:
+    """A thread of the group that wakes up in there would end the process by SIGABRT."""
+    launched, alone = (_python(_WITH_A_GROUP, how, *arguments) for how in ("launched", "alone"))
+    assert launched.returncode == alone.returncode == code
+    assert "clean-up" in alone.stdout
+    assert launched.stdout == alone.stdout.replace("the interpreter's clean-up\n", "")
+    assert launched.stderr == alone.stderr
+
+
 def test_module_entry_point() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "paceline", "--version"], capture_output=True, text=True, env={"PYTHONPATH": SOURCE}

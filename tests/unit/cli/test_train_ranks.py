@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.tiny_run import random_rows, write_target_folder, write_token_file
-from tests.unit.cli.launched import launched
+from tests.unit.cli.launched import launched, under_torchrun
 from tests.unit.training.processes import start
 from tests.unit.training.shared_runs import small_target
 
@@ -53,6 +53,16 @@ def test_the_first_process_talks_and_both_end_well(run_file: Path, tmp_path: Pat
     assert out == [f"{tmp_path / 'run' / 'drafter'}\n", ""]
     assert f"step {STEPS}/{STEPS}" in err[0] and "loading target" in err[0]
     assert err[1] == ""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_torchrun_itself(run_file: Path, tmp_path: Path, strategy: str) -> None:
+    """Caches of sharded tensors keep the group and its threads, so these processes leave at once."""
+    done = under_torchrun("train", str(run_file), "--offline", f"distributed.strategy={strategy}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{tmp_path / 'run' / 'drafter'}\n"
+    assert done.stderr.count("threads at exit") == 2, done.stderr
+    assert strategy == "fsdp" or done.stderr.count("threads at exit: none of gloo") == 2, done.stderr
 
 
 def test_a_process_that_is_killed_ends_the_others_and_the_run_goes_on_later(run_file: Path, tmp_path: Path) -> None:
