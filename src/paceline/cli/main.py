@@ -19,6 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from paceline import __version__
+from paceline.cli.bench import bench
 from paceline.cli.capture import app as capture
 from paceline.cli.chat import chat
 from paceline.cli.check import check
@@ -99,7 +100,7 @@ def _top(
     """Block-drafting speculative decoding: train, check and serve drafters that ride on a target's hidden states."""
 
 
-for verb in (generate, chat, serve, train, evaluate, inspect, check, parity, convert, doctor):
+for verb in (generate, chat, serve, train, evaluate, bench, inspect, check, parity, convert, doctor):
     app.command()(verb)
 app.add_typer(capture)
 

@@ -1,0 +1,349 @@
+"""What `paceline bench` says: a line of progress, tables at the end, the result as JSON and as a file."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from paceline.cli import options
+from paceline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from paceline.benching.measuring import Plan, Watcher
+    from paceline.benching.records import AnswerRecord, Pass
+    from paceline.benching.result import Figures, Status
+    from paceline.cli.bench_setups import OpenSetUps
+    from paceline.configuration.bench import BenchRun
+    from paceline.evaluation.prompts import Prompt
+
+_HIDDEN = "(set)"
+_TITLES = {"ttft": "TTFT ms", "tpot": "TPOT ms", "itl": "ITL ms", "e2el": "E2EL ms"}
+_FEW_VALUES = 100  # below, a 99th percentile is the largest value or nearly so
+
+
+class Report:
+    """Tells one measurement.
+
+    Args:
+        run: settings.
+        path: the prompt file.
+        prompts: of it.
+        session: how this invocation talks.
+        as_json: the result goes to stdout as one object, in place of tables.
+
+    Attributes:
+        has_broken_promise: whether answers differ that had to be the same.
+    """
+
+    def __init__(
+        self, run: BenchRun, path: Path, prompts: Sequence[Prompt], session: options.Session, *, as_json: bool
+    ) -> None:
+        self._run, self._path, self._prompts, self._session = run, path, prompts, session
+        self._as_json = as_json
+        self._began = datetime.datetime.now(tz=datetime.UTC)
+        self._progress: _Progress | None = None
+        self.has_broken_promise = False
+
+    @property
+    def _folder(self) -> Path | None:
+        if self._run.result_dir is None and not self._run.save_result:
+            return None
+        return self._run.result_dir or Path()
+
+    def check_folder(self) -> None:
+        """Refuse a folder that the result could not be written to, before minutes are spent on it.
+
+        Raises:
+            ConfigError: it is none, or nothing can be written there.
+        """
+        folder = self._folder
+        if folder is None:
+            return
+        there = folder if folder.exists() else next(each for each in folder.absolute().parents if each.exists())
+        if not there.is_dir():
+            raise ConfigError(f"{there} is no folder", origin={"result_dir": folder})
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise ConfigError(f"nothing can be written into {there}", origin={"result_dir": folder})
+
+    def watcher(self, plan: Plan, num_setups: int) -> Watcher:
+        """Who follows the measurement and says how far it is."""
+        from paceline.benching.measuring import Watcher
+
+        if self._session.verbosity < 0:
+            return Watcher()
+        self._progress = _Progress(plan.num_requests(num_setups))
+        return Watcher(self._progress.on_answer, self._progress.on_pass)
+
+    def finish(self, passes: Sequence[Pass], way: OpenSetUps, ended: BaseException | None) -> None:
+        """Tell what was measured, and write it.
+
+        Args:
+            passes: all that were begun.
+            way: what the set-ups are.
+            ended: what cut it short.
+        """
+        from paceline.benching.result import Figures, result_of
+        from paceline.cli.bench_setups import expects_identity
+        from paceline.log import get_logger
+
+        if self._progress is not None:
+            self._progress.close()
+        figures = Figures(
+            setups=self._run.setup_names,
+            percentiles=self._run.metric_percentiles,
+            goodput_ms=self._run.goodput,
+            expects_identity=expects_identity(self._run),
+        )
+        status: Status = "done"
+        if ended is not None:
+            status = "interrupted" if isinstance(ended, KeyboardInterrupt) else "failed"
+        error = getattr(ended, "message", None)
+        result = result_of(passes, figures, self._about(way), status=status, error=error)
+        rows = result["rows"]
+        assert isinstance(rows, list)
+        self.has_broken_promise = way.promises_identity and any(
+            row["num_identical"] is not None and row["num_identical"] < row["num_compared"] for row in rows
+        )
+        written = self._write(result)
+        if self._as_json:
+            options.print_json(result)
+        else:
+            self._print(rows, result["comparisons"], figures)
+        log = get_logger(__name__)
+        for warning in _warnings(rows, figures):
+            log.warning("%s", warning)
+        if ended is not None:
+            num_whole = sum(each.is_whole for each in passes)
+            kept = f"the figures are those of {num_whole} whole passes" if num_whole else "no pass is whole: no figures"
+            typer.echo(f"{status}: {kept}", err=True)
+        if written is not None:
+            log.info("wrote %s", written)
+
+    def _about(self, way: OpenSetUps) -> dict[str, object]:
+        """What was run, by whom and where."""
+        from paceline.cli.facts import machine_facts, package_versions
+        from paceline.evaluation.prompts import file_sha256
+
+        run = self._run
+        return {
+            "kind": "servers" if run.base_urls else "engines",
+            "date": self._began.isoformat(timespec="seconds"),
+            "command": shlex.join(["paceline", *without_secrets(sys.argv[1:])]),
+            "versions": package_versions(),
+            "machine": machine_facts(),
+            "settings": run.model_dump(mode="json", exclude={"api_key"}),
+            "setups": way.facts,
+            "prompts": {
+                "file": self._path.name,
+                "sha256": file_sha256(self._path),
+                "num_prompts": len(self._prompts),
+                "num_requests": run.num_prompts or len(self._prompts),
+            },
+            "metadata": dict(run.metadata),
+        }
+
+    def _write(self, result: Mapping[str, object]) -> Path | None:
+        """The file, in full or not at all; None where none was asked for."""
+        if self._folder is None:
+            return None
+        from paceline.checkpoint.weights import write_text_atomic
+
+        self._folder.mkdir(parents=True, exist_ok=True)
+        stem = f"bench-{_slug(self._run)}-{self._began.strftime('%Y%m%d-%H%M%S')}"
+        path = self._folder / f"{stem}.json"
+        number = 2
+        while path.exists():
+            path = self._folder / f"{stem}-{number}.json"
+            number += 1
+        write_text_atomic(path, json.dumps(result, ensure_ascii=False, indent=1, allow_nan=False) + "\n")
+        return path
+
+    def _print(self, rows: Sequence[Mapping[str, object]], comparisons: object, figures: Figures) -> None:
+        if not rows:
+            return
+        console = options.stderr_console(color=self._session.color)
+        console.print(_main_table(rows, figures))
+        console.print(_latency_table(rows, self._run.percentile_metrics, figures.percentiles))
+        positions = _position_table(rows)
+        if positions is not None:
+            console.print(positions)
+        assert isinstance(comparisons, list)
+        for each in comparisons:
+            if each["base"] != figures.setups[0]:
+                speed_up = _interval(each["speed_up"])
+                console.print(f"{each['setup']} beside {each['base']}, {_load(each)}: {speed_up} times as fast")
+
+
+def without_secrets(arguments: Sequence[str]) -> list[str]:
+    """A command line whose keys are hidden, however they were given."""
+    shown: list[str] = []
+    for argument in arguments:
+        is_value = bool(shown) and shown[-1] == "--api-key"
+        hidden = re.sub(r"^(--api-key=|api_key\s*=|--set=api_key\s*=).*", rf"\1{_HIDDEN}", argument, flags=re.DOTALL)
+        shown.append(_HIDDEN if is_value else hidden)
+    return shown
+
+
+def _slug(run: BenchRun) -> str:
+    name = "servers" if run.base_urls else run.model.rstrip("/").rsplit("/", 1)[-1]
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"
+
+
+class _Progress:
+    """One line on stderr: redrawn on a terminal, elsewhere a line per pass alone."""
+
+    def __init__(self, num_requests: int) -> None:
+        self._num_requests, self._num_done, self._num_tokens, self._num_failed = num_requests, 0, 0, 0
+        self._start_s = time.perf_counter()
+        self._is_terminal = sys.stderr.isatty()
+
+    def on_answer(self, record: AnswerRecord) -> None:
+        """Draw the line anew."""
+        self._num_done += 1
+        self._num_tokens += record.num_tokens or 0
+        self._num_failed += not record.is_whole
+        if not self._is_terminal:
+            return
+        seconds = max(time.perf_counter() - self._start_s, 1e-9)
+        left_s = seconds / self._num_done * (self._num_requests - self._num_done)
+        failed = f", {self._num_failed} failed" if self._num_failed else ""
+        sys.stderr.write(
+            f"\r\x1b[K{self._num_done} of {self._num_requests} requests, "
+            f"{self._num_tokens / seconds:.0f} tokens/s{failed}, {left_s:.0f} s left"
+        )
+        sys.stderr.flush()
+
+    def on_pass(self, done: Pass) -> None:
+        """Say what a pass came to."""
+        answers = done.answers
+        counts = [answer.num_tokens for answer in answers if answer.num_tokens is not None]
+        speed = f", {sum(counts) / done.total_s:.1f} tokens/s" if counts and done.total_s else ""
+        steps = [answer.drafting for answer in answers if answer.drafting is not None and answer.drafting.num_steps]
+        accepted = ""
+        if steps:
+            length = 1 + sum(each.num_accepted for each in steps) / sum(each.num_steps for each in steps)
+            accepted = f", acceptance length {length:.2f}"
+        failed = f", {len(done.records) - len(answers)} failed" if len(answers) < len(done.records) else ""
+        self.close()
+        typer.echo(
+            f"{done.setup}, {done.load.describe()}, round {done.round_index + 1}: "
+            f"{len(answers)} answers{speed}{accepted}{failed}",
+            err=True,
+        )
+
+    def close(self) -> None:
+        """Take the line away."""
+        if self._is_terminal:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+
+def _warnings(rows: Sequence[Mapping[str, object]], figures: Figures) -> list[str]:
+    """What a reader of the tables should know."""
+    found = []
+    for row in rows:
+        where = f"{row['setup']}, {_load(row)}"
+        if row["num_failed"]:
+            errors = row["errors"]
+            assert isinstance(errors, Mapping)
+            first = next(iter(errors))
+            found.append(f"{where}: {row['num_failed']} of {row['num_requests']} requests failed; most often: {first}")
+        if row["num_output_tokens"] is None:
+            found.append(
+                f"{where}: answers do not say how many tokens they have (usage), so there is no TPOT, no tokens per "
+                "second and no speed-up"
+            )
+        if row["num_identical"] is not None and row["num_identical"] != row["num_compared"]:
+            found.append(f"{where}: {row['num_identical']} of {row['num_compared']} answers are those of {row['base']}")
+    return found
+
+
+def _main_table(rows: Sequence[Mapping[str, object]], figures: Figures) -> Table:
+    has_goodput = bool(figures.goodput_ms)
+    headings = ["set-up", "load", "requests", "failed", "tokens/s", "requests/s"]
+    headings += ["goodput/s"] if has_goodput else []
+    headings += ["speed-up", "95 % interval", "acceptance length", "identical"]
+    table = _table("Throughput", headings)
+    for row in rows:
+        drafting, speed_up = row["drafting"], row["speed_up"]
+        low_high = "-"
+        if isinstance(speed_up, Mapping):
+            low_high = f"{speed_up['low']:.2f}-{speed_up['high']:.2f}"
+        identical = "-" if row["num_identical"] is None else f"{row['num_identical']} of {row['num_compared']}"
+        cells = [str(row["setup"]), _load(row), str(row["num_requests"]), str(row["num_failed"])]
+        cells += [_number(row["output_tokens_per_second"], 1), _number(row["requests_per_second"], 2)]
+        cells += [_number(row["goodput_requests_per_second"], 2)] if has_goodput else []
+        cells += [_number(speed_up["estimate"], 2) if isinstance(speed_up, Mapping) else "-", low_high]
+        cells += [_number(drafting["acceptance_length"], 2) if isinstance(drafting, Mapping) else "-", identical]
+        table.add_row(*cells)
+    return table
+
+
+def _latency_table(rows: Sequence[Mapping[str, object]], metrics: Sequence[str], percentiles: Sequence[float]) -> Table:
+    from paceline.benching.latency import percentile_name
+
+    names = [percentile_name(each) for each in percentiles]
+    heads = ["mean", "median", *(name.upper() for name in names)]
+    table = _table("Latency", ["set-up", "load", "", *heads, "values", "tokens per delta"])
+    for row in rows:
+        for metric in metrics:
+            summary = row[f"{metric}_ms"]
+            if not isinstance(summary, Mapping):
+                continue
+            figures = [_number(summary[key], 2) for key in ("mean", "median", *names)]
+            held = _number(row["tokens_per_delta"], 2) if metric == "itl" else ""
+            table.add_row(str(row["setup"]), _load(row), _TITLES[metric], *figures, str(summary["num_values"]), held)
+    return table
+
+
+def _position_table(rows: Sequence[Mapping[str, object]]) -> Table | None:
+    drafted = [(row, row["drafting"]) for row in rows if isinstance(row["drafting"], Mapping)]
+    shares = [(row, drafting["per_position"]) for row, drafting in drafted]
+    depth = max((len(each) for _, each in shares), default=0)
+    if depth == 0:
+        return None
+    table = _table("Acceptance by position", ["set-up", "load", *map(str, range(depth))])
+    for row, each in shares:
+        cells = [_number(share, 2) for share in each]
+        table.add_row(str(row["setup"]), _load(row), *cells, *[""] * (depth - len(cells)))
+    return table
+
+
+def _table(title: str, headings: Sequence[str]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if index < 2 else "right")
+    return table
+
+
+def _load(row: Mapping[str, object]) -> str:
+    from paceline.benching.records import Load
+
+    concurrency, rate = row["concurrency"], row["request_rate"]
+    assert (concurrency is None or isinstance(concurrency, int)) and (rate is None or isinstance(rate, float))
+    return Load(concurrency, rate).describe()
+
+
+def _interval(found: object) -> str:
+    if not isinstance(found, Mapping):
+        return "-"
+    return f"{found['estimate']:.2f} ({found['low']:.2f}-{found['high']:.2f})"
+
+
+def _number(value: object, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
