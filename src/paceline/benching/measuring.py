@@ -12,6 +12,8 @@ from paceline.benching.records import AnswerRecord, Load, Pass, Question, SetUp,
 from paceline.errors import ServerError
 from paceline.trace.acceptance import DraftTotals
 
+_WARM_UPS_AT_ONCE = 8  # where nothing else says how many
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -85,7 +87,13 @@ async def _warm_up(setup: SetUp, plan: Plan, load: Load, watcher: Watcher) -> No
     """As the passes go, but in a closed loop: there is nothing to learn from waiting."""
     records: list[AnswerRecord] = []
     if plan.warm_ups:
-        await run_load(plan.warm_ups, setup.ask, records, concurrency=load.concurrency, on_answer=watcher.on_answer)
+        await run_load(
+            plan.warm_ups,
+            setup.ask,
+            records,
+            concurrency=load.concurrency or _WARM_UPS_AT_ONCE,
+            on_answer=watcher.on_answer,
+        )
         _require_answers(records, setup.name)
 
 

@@ -18,7 +18,7 @@ import httpx2
 from paceline.benching.records import AnswerRecord, Question
 from paceline.benching.server_counters import read_counters
 from paceline.benching.server_stream import HeardAnswer, complaint, hear_stream, shortened
-from paceline.errors import ServerError
+from paceline.errors import RequestError, ServerError
 from paceline.evaluation.prompts import Message, Prompt
 from paceline.trace.acceptance import DraftTotals
 
@@ -103,7 +103,11 @@ class ServerSetUp:
         return {"url": self._url, "model": self._model, "version": await self._version()}
 
     async def ask(self, question: Question) -> AnswerRecord:
-        """Ask, and record."""
+        """Ask, and record.
+
+        Raises:
+            RequestError: the prompt cannot be asked in this form.
+        """
         sent_s = time.perf_counter()
         heard, error = HeardAnswer(), None
         try:
@@ -211,15 +215,15 @@ def prompt_fields(prompt: Prompt, options: ServerOptions) -> dict[str, object]:
         options: how.
 
     Raises:
-        ServerError: a prompt that cannot be asked in this form.
+        RequestError: a prompt that cannot be asked in this form.
     """
     if prompt.token_ids is not None:
         if options.endpoint == "chat":
-            raise ServerError(f"prompt {prompt.id!r} is token ids, which no chat takes", hint="--endpoint completions")
+            raise RequestError(f"prompt {prompt.id!r} is token ids, which no chat takes", hint="--endpoint completions")
         return {"prompt": list(prompt.token_ids)}
     if options.raw or options.endpoint == "completions":
         if prompt.messages or not prompt.turns:
-            raise ServerError(f"prompt {prompt.id!r} is a chat, which is no completion", hint="--endpoint chat")
+            raise RequestError(f"prompt {prompt.id!r} is a chat, which is no completion", hint="--endpoint chat")
         return {"prompt": prompt.turns[0]}
     messages = list(prompt.messages)
     if options.system is not None and not any(message.role == "system" for message in messages):

@@ -249,7 +249,7 @@ def bench(
         _require_client()
         from paceline.cli.bench_setups import open_servers
 
-        way = open_servers(run, environment)
+        way = open_servers(run, environment, prompts)
     else:
         from paceline.cli.bench_setups import load_engines
 

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from paceline.evaluation.prompts import Prompt
 
 _HIDDEN = "(set)"
-_TITLES = {"ttft": "TTFT ms", "tpot": "TPOT ms", "itl": "ITL ms", "e2el": "E2EL ms"}
-_FEW_VALUES = 100  # below, a 99th percentile is the largest value or nearly so
+_WIDTH = 120  # of tables where no terminal says how wide it is
 
 
 class Report:
@@ -174,6 +173,8 @@ class Report:
         if not rows:
             return
         console = options.stderr_console(color=self._session.color)
+        if not console.is_terminal:
+            console.width = _WIDTH
         console.print(_main_table(rows, figures))
         console.print(_latency_table(rows, self._run.percentile_metrics, figures.percentiles))
         positions = _position_table(rows)
@@ -183,7 +184,8 @@ class Report:
         for each in comparisons:
             if each["base"] != figures.setups[0]:
                 speed_up = _interval(each["speed_up"])
-                console.print(f"{each['setup']} beside {each['base']}, {_load(each)}: {speed_up} times as fast")
+                where = " at once" if each["request_rate"] is None else ""
+                console.print(f"{each['setup']} is {speed_up} times as fast as {each['base']}, {_load(each)}{where}")
 
 
 def without_secrets(arguments: Sequence[str]) -> list[str]:
@@ -254,7 +256,9 @@ def _warnings(rows: Sequence[Mapping[str, object]], figures: Figures) -> list[st
     """What a reader of the tables should know."""
     found = []
     for row in rows:
-        where = f"{row['setup']}, {_load(row)}"
+        where = (
+            f"{row['setup']}, {_load(row)} at once" if row["request_rate"] is None else f"{row['setup']}, {_load(row)}"
+        )
         if row["num_failed"]:
             errors = row["errors"]
             assert isinstance(errors, Mapping)
@@ -271,23 +275,20 @@ def _warnings(rows: Sequence[Mapping[str, object]], figures: Figures) -> list[st
 
 
 def _main_table(rows: Sequence[Mapping[str, object]], figures: Figures) -> Table:
-    has_goodput = bool(figures.goodput_ms)
-    headings = ["set-up", "load", "requests", "failed", "tokens/s", "requests/s"]
-    headings += ["goodput/s"] if has_goodput else []
-    headings += ["speed-up", "95 % interval", "acceptance length", "identical"]
-    table = _table("Throughput", headings)
+    has_goodput, has_failed = bool(figures.goodput_ms), any(row["num_failed"] for row in rows)
+    columns = ["requests", *(["failed"] if has_failed else []), "tokens/s", "requests/s"]
+    columns += [*(["good requests/s"] if has_goodput else []), "speed-up (95 %)", "decoding alone"]
+    columns += ["acceptance length", "identical"]
+    table = _table("Throughput", rows, columns)
     for row in rows:
-        drafting, speed_up = row["drafting"], row["speed_up"]
-        low_high = "-"
-        if isinstance(speed_up, Mapping):
-            low_high = f"{speed_up['low']:.2f}-{speed_up['high']:.2f}"
-        identical = "-" if row["num_identical"] is None else f"{row['num_identical']} of {row['num_compared']}"
-        cells = [str(row["setup"]), _load(row), str(row["num_requests"]), str(row["num_failed"])]
+        drafting = row["drafting"]
+        cells = [str(row["num_requests"]), *([str(row["num_failed"])] if has_failed else [])]
         cells += [_number(row["output_tokens_per_second"], 1), _number(row["requests_per_second"], 2)]
         cells += [_number(row["goodput_requests_per_second"], 2)] if has_goodput else []
-        cells += [_number(speed_up["estimate"], 2) if isinstance(speed_up, Mapping) else "-", low_high]
-        cells += [_number(drafting["acceptance_length"], 2) if isinstance(drafting, Mapping) else "-", identical]
-        table.add_row(*cells)
+        cells += [_interval(row["speed_up"]), _interval(row["decode_speed_up"])]
+        cells += [_number(drafting["acceptance_length"], 2) if isinstance(drafting, Mapping) else "-"]
+        cells += ["-" if row["num_identical"] is None else f"{row['num_identical']} of {row['num_compared']}"]
+        table.add_row(str(row["setup"]), _load(row), *cells)
     return table
 
 
@@ -296,15 +297,15 @@ def _latency_table(rows: Sequence[Mapping[str, object]], metrics: Sequence[str],
 
     names = [percentile_name(each) for each in percentiles]
     heads = ["mean", "median", *(name.upper() for name in names)]
-    table = _table("Latency", ["set-up", "load", "", *heads, "values", "tokens per delta"])
+    table = _table("Latency", rows, ["ms", *heads, "values", "tokens per delta"])
     for row in rows:
         for metric in metrics:
             summary = row[f"{metric}_ms"]
             if not isinstance(summary, Mapping):
                 continue
-            figures = [_number(summary[key], 2) for key in ("mean", "median", *names)]
+            cells = [_number(summary[key], 2) for key in ("mean", "median", *names)]
             held = _number(row["tokens_per_delta"], 2) if metric == "itl" else ""
-            table.add_row(str(row["setup"]), _load(row), _TITLES[metric], *figures, str(summary["num_values"]), held)
+            table.add_row(str(row["setup"]), _load(row), metric.upper(), *cells, str(summary["num_values"]), held)
     return table
 
 
@@ -314,28 +315,33 @@ def _position_table(rows: Sequence[Mapping[str, object]]) -> Table | None:
     depth = max((len(each) for _, each in shares), default=0)
     if depth == 0:
         return None
-    table = _table("Acceptance by position", ["set-up", "load", *map(str, range(depth))])
+    table = _table("Acceptance by position", rows, list(map(str, range(depth))))
     for row, each in shares:
         cells = [_number(share, 2) for share in each]
         table.add_row(str(row["setup"]), _load(row), *cells, *[""] * (depth - len(cells)))
     return table
 
 
-def _table(title: str, headings: Sequence[str]) -> Table:
+def _table(title: str, rows: Sequence[Mapping[str, object]], columns: Sequence[str]) -> Table:
     from rich import box
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", box=box.SIMPLE)
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if index < 2 else "right")
+    table.add_column("set-up", no_wrap=True)
+    table.add_column("load" if any(row["request_rate"] for row in rows) else "at once", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right")
     return table
 
 
 def _load(row: Mapping[str, object]) -> str:
+    """A number of requests at once, or more words where they arrive at a rate."""
+    concurrency, rate = row["concurrency"], row["request_rate"]
+    if rate is None:
+        return str(concurrency)
     from paceline.benching.records import Load
 
-    concurrency, rate = row["concurrency"], row["request_rate"]
-    assert (concurrency is None or isinstance(concurrency, int)) and (rate is None or isinstance(rate, float))
+    assert isinstance(rate, float) and (concurrency is None or isinstance(concurrency, int))
     return Load(concurrency, rate).describe()
 
 

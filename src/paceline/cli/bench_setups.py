@@ -12,6 +12,7 @@ from paceline.errors import RequestError
 if TYPE_CHECKING:
     from paceline.benching.engine_setup import EngineSetUp
     from paceline.benching.records import Question, SetUp
+    from paceline.benching.server_setup import ServerOptions
     from paceline.configuration.bench import BenchRun
     from paceline.configuration.environment import Environment
     from paceline.engine.request import SamplingParameters
@@ -177,14 +178,13 @@ class Servers:
     facts: list[dict[str, object]] = field(default_factory=list)
     promises_identity: bool = False
 
-    @contextlib.asynccontextmanager
-    async def opened(self) -> AsyncIterator[Sequence[SetUp]]:
-        """Find all servers before any of them is measured."""
-        from paceline.benching.server_setup import ServerOptions, ServerSetUp
-        from paceline.configuration.bench import UNKNOWN_MODEL, split_url
+    @property
+    def options(self) -> ServerOptions:
+        """How they are asked."""
+        from paceline.benching.server_setup import ServerOptions
 
         run = self.run
-        asked = ServerOptions(
+        return ServerOptions(
             sampling=sampling_fields(run),
             endpoint=run.endpoint,
             raw=run.raw,
@@ -192,19 +192,36 @@ class Servers:
             api_key=self.api_key,
             timeout_s=run.request_timeout_s,
         )
+
+    @contextlib.asynccontextmanager
+    async def opened(self) -> AsyncIterator[Sequence[SetUp]]:
+        """Find all servers before any of them is measured."""
+        from paceline.benching.server_setup import ServerSetUp
+        from paceline.configuration.bench import UNKNOWN_MODEL, split_url
+
+        run = self.run
         async with contextlib.AsyncExitStack() as stack:
             setups = []
             for name, url in map(split_url, run.base_urls):
-                setup = ServerSetUp(name, url, None if run.model == UNKNOWN_MODEL else run.model, asked)
+                setup = ServerSetUp(name, url, None if run.model == UNKNOWN_MODEL else run.model, self.options)
                 stack.push_async_callback(setup.close)
                 self.facts.append({"name": name, **await setup.prepare()})
                 setups.append(setup)
             yield setups
 
 
-def open_servers(run: BenchRun, environment: Environment) -> Servers:
-    """What finds the servers; a key that is not among the settings is the environment's."""
-    return Servers(run, run.api_key or environment.api_key)
+def open_servers(run: BenchRun, environment: Environment, prompts: Sequence[Prompt]) -> Servers:
+    """What finds the servers; a key that is not among the settings is the environment's.
+
+    Raises:
+        RequestError: a prompt cannot be asked in the form that is wanted.
+    """
+    from paceline.benching.server_setup import prompt_fields
+
+    found = Servers(run, run.api_key or environment.api_key)
+    for prompt in prompts:
+        prompt_fields(prompt, found.options)
+    return found
 
 
 def sampling_fields(run: BenchRun) -> dict[str, object]:
@@ -243,6 +260,7 @@ def _engine_facts(run: BenchRun, name: str, target: LoadedTarget, drafter: Loade
     }
     if drafter is not None:
         facts["drafter"] = {
+            "name": drafter.contract.origin,
             "family": drafter.contract.family,
             "block_size": drafter.contract.block_size,
             "num_draft_tokens": drafter.num_draft_tokens,

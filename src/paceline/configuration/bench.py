@@ -170,6 +170,10 @@ class BenchRun(ModelRun):
         names = ["plain"]
         for drafter in (self.draft_model, self.other_draft_model):
             if drafter is not None:
-                short = drafter.rstrip("/").rsplit("/", 1)[-1]
+                short = _last_part(drafter).removeprefix(f"{_last_part(self.model)}-")
                 names.append(short if short not in names else f"{short} (2)")
         return tuple(names)
+
+
+def _last_part(path: str) -> str:
+    return path.rstrip("/").rsplit("/", 1)[-1]
