@@ -66,8 +66,8 @@ def compare(ours: Sequence[Pass], base: Sequence[Pass], *, expects_identity: boo
     for mine, other in rounds:
         by_index = {record.index: record for record in other.records}
         for record in sorted(mine.records, key=lambda each: each.index):
-            beside = by_index[record.index]
-            if record.is_whole and beside.is_whole:
+            beside = by_index.get(record.index)
+            if beside is not None and record.is_whole and beside.is_whole:
                 pairs.setdefault(record.prompt_id, []).append((record, beside))
             else:
                 num_left_out += 1

@@ -38,7 +38,7 @@ def asked(
         made.append(Failing(target, drafter if with_drafter else None, settings))
         return made[0]
 
-    sampling = SamplingParameters(max_tokens=max_tokens, ignore_eos=True)
+    sampling = SamplingParameters(max_tokens=12, ignore_eos=True)
 
     async def ask() -> list[AnswerRecord]:
         async with AsyncEngine(make, canary="off") as engine:
