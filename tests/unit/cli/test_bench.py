@@ -187,7 +187,7 @@ def test_an_engine_that_dies_half_way_keeps_what_was_measured(
 
     def dying(self: Any) -> Any:
         nonlocal num_answers
-        if num_answers == 4:  # in the second round; the third failure in a row ends the engine, in the third
+        if num_answers == 4:  # in the second round; the third failure in a row ends the engine
             raise ZeroDivisionError("planted")
         deltas = step(self)
         num_answers += sum(delta.finish_reason is not None for delta in deltas)
@@ -199,8 +199,9 @@ def test_an_engine_that_dies_half_way_keeps_what_was_measured(
     captured = capsys.readouterr()
     found = json.loads(captured.out)
     assert found["status"] == "failed" and found["error"] == "the engine is dead: ZeroDivisionError: planted"
-    assert [(row["num_rounds"], row["num_requests"], row["num_failed"]) for row in found["rows"]] == [(2, 6, 2)]
-    assert "failed: the figures are those of 2 whole passes" in captured.err
+    assert [(row["num_rounds"], row["num_requests"], row["num_failed"]) for row in found["rows"]] == [(1, 3, 0)]
+    assert [each["counts"] for each in found["requests"]][:4] == [True, True, True, False]
+    assert "failed: the figures are those of 1 whole passes" in captured.err
     assert "EngineDeadError: the engine is dead" in captured.err
 
 
