@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from paceline.evaluation.prompts import Prompt
 
 _HIDDEN = "(set)"
+_FEW_PROMPTS = 8  # below, no interval of a median between values of the sample covers 95 % with room to spare
 _WIDTH = 120  # of tables where no terminal says how wide it is
 
 
@@ -175,17 +176,16 @@ class Report:
         console = options.stderr_console(color=self._session.color)
         if not console.is_terminal:
             console.width = _WIDTH
-        console.print(_main_table(rows, figures))
-        console.print(_latency_table(rows, self._run.percentile_metrics, figures.percentiles))
-        positions = _position_table(rows)
-        if positions is not None:
-            console.print(positions)
         assert isinstance(comparisons, list)
-        for each in comparisons:
-            if each["base"] != figures.setups[0]:
-                speed_up = _interval(each["speed_up"])
-                where = " at once" if each["request_rate"] is None else ""
-                console.print(f"{each['setup']} is {speed_up} times as fast as {each['base']}, {_load(each)}{where}")
+        tables = (
+            _throughput_table(rows, figures),
+            _comparison_table(comparisons, rows),
+            _latency_table(rows, self._run.percentile_metrics, figures.percentiles),
+            _position_table(rows),
+        )
+        for table in tables:
+            if table is not None:
+                console.print(table)
 
 
 def without_secrets(arguments: Sequence[str]) -> list[str]:
@@ -269,26 +269,43 @@ def _warnings(rows: Sequence[Mapping[str, object]], figures: Figures) -> list[st
                 f"{where}: answers do not say how many tokens they have (usage), so there is no TPOT, no tokens per "
                 "second and no speed-up"
             )
+        speed_up = row["speed_up"]
+        if isinstance(speed_up, Mapping) and speed_up["num_units"] < _FEW_PROMPTS:
+            units = speed_up["num_units"]
+            found.append(f"{where}: an interval over {units} prompts says little; take {_FEW_PROMPTS} or more")
         if row["num_identical"] is not None and row["num_identical"] != row["num_compared"]:
             found.append(f"{where}: {row['num_identical']} of {row['num_compared']} answers are those of {row['base']}")
     return found
 
 
-def _main_table(rows: Sequence[Mapping[str, object]], figures: Figures) -> Table:
+def _throughput_table(rows: Sequence[Mapping[str, object]], figures: Figures) -> Table:
     has_goodput, has_failed = bool(figures.goodput_ms), any(row["num_failed"] for row in rows)
     columns = ["requests", *(["failed"] if has_failed else []), "tokens/s", "requests/s"]
-    columns += [*(["good requests/s"] if has_goodput else []), "speed-up (95 %)", "decoding alone"]
-    columns += ["acceptance length", "identical"]
+    columns += [*(["good requests/s"] if has_goodput else []), "acceptance length"]
     table = _table("Throughput", rows, columns)
     for row in rows:
-        drafting = row["drafting"]
         cells = [str(row["num_requests"]), *([str(row["num_failed"])] if has_failed else [])]
         cells += [_number(row["output_tokens_per_second"], 1), _number(row["requests_per_second"], 2)]
         cells += [_number(row["goodput_requests_per_second"], 2)] if has_goodput else []
-        cells += [_interval(row["speed_up"]), _interval(row["decode_speed_up"])]
-        cells += [_number(drafting["acceptance_length"], 2) if isinstance(drafting, Mapping) else "-"]
-        cells += ["-" if row["num_identical"] is None else f"{row['num_identical']} of {row['num_compared']}"]
-        table.add_row(str(row["setup"]), _load(row), *cells)
+        table.add_row(str(row["setup"]), _load(row), *cells, _acceptance_length(row))
+    return table
+
+
+def _comparison_table(
+    comparisons: Sequence[Mapping[str, object]], rows: Sequence[Mapping[str, object]]
+) -> Table | None:
+    """How much faster, with intervals over prompts, and the acceptance length beside it."""
+    if not comparisons:
+        return None
+    columns = ["beside", "speed-up (95 %)", "decoding alone (95 %)", "acceptance length", "identical"]
+    table = _table("Times as fast, of a prompt", comparisons, columns)
+    keys = ("setup", "concurrency", "request_rate")
+    lengths = {tuple(row[key] for key in keys): _acceptance_length(row) for row in rows}
+    for each in comparisons:
+        identical = "-" if each["num_identical"] is None else f"{each['num_identical']} of {each['num_compared']}"
+        length = lengths.get(tuple(each[key] for key in keys), "-")
+        intervals = (_interval(each["speed_up"]), _interval(each["decode_speed_up"]))
+        table.add_row(str(each["setup"]), _load(each), str(each["base"]), *intervals, length, identical)
     return table
 
 
@@ -330,7 +347,7 @@ def _table(title: str, rows: Sequence[Mapping[str, object]], columns: Sequence[s
     table.add_column("set-up", no_wrap=True)
     table.add_column("load" if any(row["request_rate"] for row in rows) else "at once", no_wrap=True)
     for column in columns:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap="(95 %)" in column)
     return table
 
 
@@ -343,6 +360,11 @@ def _load(row: Mapping[str, object]) -> str:
 
     assert isinstance(rate, float) and (concurrency is None or isinstance(concurrency, int))
     return Load(concurrency, rate).describe()
+
+
+def _acceptance_length(row: Mapping[str, object]) -> str:
+    drafting = row["drafting"]
+    return _number(drafting["acceptance_length"], 2) if isinstance(drafting, Mapping) else "-"
 
 
 def _interval(found: object) -> str:
