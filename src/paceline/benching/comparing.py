@@ -122,4 +122,9 @@ def _median(ratios: Sequence[float | None]) -> Interval | None:
 
 
 def _is_identical(pairs: Pairs) -> bool:
-    return len({record.output_sha256 for pair in pairs for record in pair}) == 1
+    """Whether each question has one answer, in all rounds and on both sides; the same prompt again may have another."""
+    answers: dict[int, set[str | None]] = {}
+    for pair in pairs:
+        for record in pair:
+            answers.setdefault(record.index, set()).add(record.output_sha256)
+    return all(len(each) == 1 for each in answers.values())

@@ -307,10 +307,11 @@ def read_questions(run: BenchRun) -> tuple[Path, list[Prompt]]:
         DataError: the file cannot be read or used.
     """
     from paceline.benching.shipped import shipped_prompts
-    from paceline.evaluation.prompts import read_prompts
+    from paceline.cli.prompt_files import read_unlearnt_prompts
 
     path = run.dataset_path or shipped_prompts()
-    prompts = read_prompts(path, limit=run.num_prompts)
+    drafters = [drafter for drafter in (run.draft_model, run.other_draft_model) if drafter is not None]
+    prompts = read_unlearnt_prompts(path, drafters, limit=run.num_prompts)
     if run.raw and any(prompt.messages for prompt in prompts):
         raise ConfigError(f"raw is set, but {path} holds chats", hint="prompts of one turn, or no --raw")
     return path, prompts

@@ -20,6 +20,7 @@ from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
     from paceline.benching.measuring import Plan, Watcher
     from paceline.benching.records import AnswerRecord, Pass
@@ -287,7 +288,7 @@ def _throughput_table(rows: Sequence[Mapping[str, object]], figures: Figures) ->
         cells = [str(row["num_requests"]), *([str(row["num_failed"])] if has_failed else [])]
         cells += [_number(row["output_tokens_per_second"], 1), _number(row["requests_per_second"], 2)]
         cells += [_number(row["goodput_requests_per_second"], 2)] if has_goodput else []
-        table.add_row(str(row["setup"]), _load(row), *cells, _acceptance_length(row))
+        table.add_row(_name(row["setup"]), _load(row), *cells, _acceptance_length(row))
     return table
 
 
@@ -305,7 +306,7 @@ def _comparison_table(
         identical = "-" if each["num_identical"] is None else f"{each['num_identical']} of {each['num_compared']}"
         length = lengths.get(tuple(each[key] for key in keys), "-")
         intervals = (_interval(each["speed_up"]), _interval(each["decode_speed_up"]))
-        table.add_row(str(each["setup"]), _load(each), str(each["base"]), *intervals, length, identical)
+        table.add_row(_name(each["setup"]), _load(each), _name(each["base"]), *intervals, length, identical)
     return table
 
 
@@ -322,7 +323,7 @@ def _latency_table(rows: Sequence[Mapping[str, object]], metrics: Sequence[str],
                 continue
             cells = [_number(summary[key], 2) for key in ("mean", "median", *names)]
             held = _number(row["tokens_per_delta"], 2) if metric == "itl" else ""
-            table.add_row(str(row["setup"]), _load(row), metric.upper(), *cells, str(summary["num_values"]), held)
+            table.add_row(_name(row["setup"]), _load(row), metric.upper(), *cells, str(summary["num_values"]), held)
     return table
 
 
@@ -335,7 +336,7 @@ def _position_table(rows: Sequence[Mapping[str, object]]) -> Table | None:
     table = _table("Acceptance by position", rows, list(map(str, range(depth))))
     for row, each in shares:
         cells = [_number(share, 2) for share in each]
-        table.add_row(str(row["setup"]), _load(row), *cells, *[""] * (depth - len(cells)))
+        table.add_row(_name(row["setup"]), _load(row), *cells, *[""] * (depth - len(cells)))
     return table
 
 
@@ -360,6 +361,13 @@ def _load(row: Mapping[str, object]) -> str:
 
     assert isinstance(rate, float) and (concurrency is None or isinstance(concurrency, int))
     return Load(concurrency, rate).describe()
+
+
+def _name(setup: object) -> Text:
+    """A set-up's name as it is: a bracket in it is no markup."""
+    from rich.text import Text
+
+    return Text(str(setup))
 
 
 def _acceptance_length(row: Mapping[str, object]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, JsonValue, Strict, model_validator
+from pydantic import AfterValidator, Field, JsonValue, Strict, field_validator, model_validator
 
 from paceline.configuration.fields import Count, CountOrZero, Flag, Name, OrNone, PathName, PositiveNumber
 from paceline.configuration.generation import DraftLength, ModelRun
@@ -129,6 +129,13 @@ class BenchRun(ModelRun):
                 if isinstance(values.get(key), int | float) and not isinstance(values[key], bool):
                     values = values | {key: [values[key]]}
         return values
+
+    @field_validator("api_key")
+    @classmethod
+    def _key_can_be_sent(cls, key: str | None) -> str | None:
+        if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
+            raise ValueError("the key has characters that no header can carry")
+        return key
 
     @model_validator(mode="after")
     def _one_kind_of_set_up(self) -> Self:

@@ -34,6 +34,15 @@ def test_the_same_prompt_twice_in_a_pass_is_one_unit() -> None:
     assert (found.num_compared, found.speed_up.num_units) == (1, 1)
 
 
+def test_another_seed_may_give_a_repeated_prompt_another_answer() -> None:
+    twice = [answer(0, prompt_id="p"), answer(1, prompt_id="p")]
+    found = compare([passed("a", *twice)], [passed("b", *twice)], expects_identity=True)
+    assert found is not None and found.num_identical == 1
+    crossed = [answer(0, prompt_id="p", output_sha256="text 1"), answer(1, prompt_id="p", output_sha256="text 0")]
+    found = compare([passed("a", *twice)], [passed("b", *crossed)], expects_identity=True)
+    assert found is not None and found.num_identical == 0
+
+
 def test_an_answer_that_is_longer_is_not_slower() -> None:
     base = passed("base", answer(total_s=1.0, num_tokens=10, first_s=0.5))
     ours = passed("ours", answer(total_s=2.0, num_tokens=40, first_s=1.0))

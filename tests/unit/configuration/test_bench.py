@@ -60,6 +60,7 @@ def test_engines_and_servers() -> None:
         ({"base_urls": (URL, URL)}, "one name"),
         ({"model": "m", "api_key": "k"}, "api_key is set, but there are no base_urls"),
         ({"model": "m", "endpoint": "chat"}, "endpoint is set"),
+        ({"base_urls": (URL,), "api_key": "no good"}, "characters that no header can carry"),
         ({"model": "m", "other_draft_model": "d"}, "no draft_model that it could be compared with"),
         ({"model": "m", "spec_tokens": 3}, "no draft_model to use it"),
         ({"model": "m", "concurrency": (2, 2)}, "a number twice"),
