@@ -17,7 +17,7 @@ import httpx2
 
 from paceline.benching.records import AnswerRecord, Question
 from paceline.benching.server_counters import read_counters
-from paceline.benching.server_stream import HeardAnswer, complaint, hear_stream, shortened
+from paceline.benching.server_stream import HeardAnswer, complaint, hear_stream, lines_of, shortened
 from paceline.errors import RequestError, ServerError
 from paceline.evaluation.prompts import Message, Prompt
 from paceline.trace.acceptance import DraftTotals
@@ -157,7 +157,7 @@ class ServerSetUp:
             if self._options.is_streamed and "json" in response.headers.get("content-type", ""):
                 raise ServerError(f"no stream but one body: {await _said(response)}")
             if self._options.is_streamed:
-                return await hear_stream(response.aiter_lines())
+                return await hear_stream(lines_of(response.aiter_bytes()))
             heard = HeardAnswer()
             await response.aread()
             try:

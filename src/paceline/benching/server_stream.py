@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterable, Callable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,6 +94,21 @@ async def hear_stream(lines: AsyncIterable[str], *, clock: Callable[[], float] =
     if heard.finish_reason is None:
         raise ServerError("the stream ended before its answer did: no chunk has a finish_reason")
     return heard
+
+
+async def lines_of(pieces: AsyncIterable[bytes]) -> AsyncIterator[str]:
+    """Lines of a body as it comes, ended by a line feed alone: JSON may hold U+2028 and its like as they are.
+
+    Args:
+        pieces: of the body, cut anywhere.
+    """
+    rest = b""
+    async for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            yield line.removesuffix(b"\r").decode("utf-8", "replace")
+    if rest:
+        yield rest.decode("utf-8", "replace")
 
 
 def drafting_of(told: object) -> DraftTotals | None:

@@ -109,6 +109,13 @@ def test_faults_are_of_one_request_alone(reply: Reply, said: str) -> None:
     assert broken.first_s is None and broken.num_tokens is None and broken.output_sha256 is None
 
 
+def test_a_line_separator_in_a_text_breaks_nothing() -> None:
+    raw = 'data: {"choices": [{"text": "a\u2028b", "finish_reason": "stop"}]}\n\n'.encode()
+    with scripted(lambda _: Reply([raw, DONE])) as server:
+        _, (record,) = asked(server.url, IDS)
+    assert record.error is None and len(record.delta_s) == 1
+
+
 def test_a_stream_without_usage_is_an_answer_of_unknown_length() -> None:
     with scripted(lambda _: Reply([chunk("a"), chunk("b", finish_reason="stop"), DONE])) as server:
         _, (record,) = asked(server.url, IDS)

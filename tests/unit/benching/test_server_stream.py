@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline.benching.server_stream import HeardAnswer, complaint, drafting_of, hear_stream, shortened
+from paceline.benching.server_stream import HeardAnswer, complaint, drafting_of, hear_stream, lines_of, shortened
 from paceline.errors import ServerError
 from paceline.trace.acceptance import DraftTotals
 
@@ -104,3 +104,18 @@ def test_what_servers_say_of_faults() -> None:
     assert complaint({"error": "too long"}) == complaint("too long") == "too long"
     assert complaint({"detail": [1]}) == '{"detail": [1]}'
     assert shortened("a\n b") == "a b" and len(shortened("x" * 999)) == 304
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_lines_end_at_line_feeds_alone(size: int) -> None:
+    """A text may hold a line separator of Unicode as it is; who splits there breaks its chunk in two."""
+    body = "data: a\u2028b\x85c\r\n\ndata: ü\nlast".encode()
+
+    async def read() -> list[str]:
+        async def pieces() -> AsyncIterator[bytes]:
+            for start in range(0, len(body), size):
+                yield body[start : start + size]
+
+        return [line async for line in lines_of(pieces())]
+
+    assert asyncio.run(read()) == ["data: a\u2028b\x85c", "", "data: ü", "last"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -306,11 +307,16 @@ def test_without_the_client_the_hint_names_the_extra(
     assert "MissingExtraError" in said and 'pip install "paceline[bench]"' in said
 
 
-def test_ctrl_c_keeps_what_was_measured(prompts: list[str], tmp_path: Path) -> None:
-    with running() as server:
-        arguments = ["bench", "--base-url", server.url, *prompts, "--rounds", "1000", "--num-warmups", "0", "--json"]
+@pytest.mark.parametrize("kind", ["engines", "servers"])
+def test_ctrl_c_keeps_what_was_measured(kind: str, prompts: list[str], tmp_path: Path, pair: tuple[str, str]) -> None:
+    flags = [*prompts, "--rounds", "1000", "--num-warmups", "0", "--result-dir", str(tmp_path / "out"), "--json"]
+    with contextlib.ExitStack() as stack:
+        if kind == "servers":
+            arguments = ["--base-url", stack.enter_context(running()).url, *flags]
+        else:
+            arguments = [pair[0], "--draft-model", pair[1], "--canary", "off", *TINY, *flags]
         program = subprocess.Popen(
-            [sys.executable, "-m", "paceline", *arguments, "--save-result", "--result-dir", str(tmp_path / "out")],
+            [sys.executable, "-m", "paceline", "bench", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -324,7 +330,7 @@ def test_ctrl_c_keeps_what_was_measured(prompts: list[str], tmp_path: Path) -> N
         out, err = program.communicate(timeout=60)
     assert program.returncode == 130, err
     found = json.loads(out)
-    assert found["status"] == "interrupted" and found["rows"][0]["num_rounds"] >= 2
+    assert (found["status"], found["kind"]) == ("interrupted", kind) and found["rows"][0]["num_rounds"] >= 1
     assert "interrupted: the figures are those of" in err and "Traceback" not in err
     (file,) = (tmp_path / "out").iterdir()
     assert json.loads(file.read_text()) == found
