@@ -24,6 +24,24 @@ if TYPE_CHECKING:
     from paceline.engine.settings import EngineSettings
     from paceline.models.loading import LoadedDrafter, LoadedTarget
 
+_TOTALS = (
+    "num_steps",
+    "mean_step_ms",
+    "num_held_back",
+    "num_switched_off",
+    "num_probes",
+    "num_replayed_steps",
+    "num_unrecorded_steps",
+    "num_queried_tokens",
+    "num_hit_tokens",
+    "num_preemptions",
+    "target_weight_bytes",
+    "drafter_weight_bytes",
+    "target_cache_bytes",
+    "recurrent_state_bytes",
+    "drafter_cache_bytes",
+)
+
 
 class TimedEngine(Engine):
     """An engine that notes when it gave out each delta with tokens.
@@ -98,6 +116,14 @@ class EngineSetUp:
     async def counters(self) -> DraftTotals | None:
         """None: answers tell it."""
         return None
+
+    async def totals(self) -> dict[str, object]:
+        """What the engine has counted since it was made, warm-ups included; nothing where it is dead."""
+        try:
+            stats = await self._engine.stats()
+        except EngineClosedError:
+            return {}
+        return {name: getattr(stats, name) for name in _TOTALS}
 
 
 def _record(question: Question, sent_s: float, result: RequestResult, deltas: list[tuple[float, int]]) -> AnswerRecord:

@@ -58,10 +58,15 @@ class Engines:
     async def opened(self) -> AsyncIterator[Sequence[SetUp]]:
         """Start all engines; at the end they stop, and at an error at once."""
         async with contextlib.AsyncExitStack() as stack:
-            yield [
+            setups = [
                 await self._start(name, drafter, stack)
                 for name, drafter in zip(self.run.setup_names, self.drafters, strict=True)
             ]
+            try:
+                yield setups
+            finally:
+                for facts, setup in zip(self.facts, setups, strict=True):
+                    facts["totals"] = await setup.totals()
 
     async def _start(self, name: str, drafter: LoadedDrafter | None, stack: contextlib.AsyncExitStack) -> EngineSetUp:
         from paceline.benching.engine_setup import EngineSetUp, TimedEngine

@@ -83,6 +83,9 @@ def test_a_drafter_beside_plain_decoding(
     assert drafted["speed_up"]["num_units"] == 3
     assert len(found["requests"]) == 24 and found["prompts"]["num_prompts"] == 3
     assert found["setups"][1]["drafter"]["num_draft_tokens"] == 7 and found["setups"][0]["drafter"] is None
+    totals = [setup["totals"] for setup in found["setups"]]
+    assert totals[0]["num_steps"] > totals[1]["num_steps"] > 0 == totals[0]["drafter_cache_bytes"]
+    assert totals[0]["num_hit_tokens"] == totals[1]["num_hit_tokens"] == 0  # no prefix cache
     assert found["metadata"] == {"note": "first try"} and found["versions"]["torch"] and found["machine"]["cores"]
     (file,) = folder.iterdir()
     assert file.name.startswith("bench-m-") and json.loads(file.read_text()) == found
