@@ -17,6 +17,7 @@ import typer
 
 from paceline.cli import options
 from paceline.errors import ConfigError
+from paceline.trace.acceptance import DraftTotals
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -233,11 +234,8 @@ class _Progress:
         answers = done.answers
         counts = [answer.num_tokens for answer in answers if answer.num_tokens is not None]
         speed = f", {sum(counts) / done.total_s:.1f} tokens/s" if counts and done.total_s else ""
-        steps = [answer.drafting for answer in answers if answer.drafting is not None and answer.drafting.num_steps]
-        accepted = ""
-        if steps:
-            length = 1 + sum(each.num_accepted for each in steps) / sum(each.num_steps for each in steps)
-            accepted = f", acceptance length {length:.2f}"
+        drafting = sum((answer.drafting for answer in answers if answer.drafting is not None), DraftTotals())
+        accepted = f", acceptance length {drafting.acceptance_length:.2f}" if drafting.num_steps else ""
         failed = f", {len(done.records) - len(answers)} failed" if len(answers) < len(done.records) else ""
         self.close()
         typer.echo(
