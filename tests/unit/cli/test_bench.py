@@ -336,3 +336,25 @@ def test_ctrl_c_keeps_what_was_measured(kind: str, prompts: list[str], tmp_path:
     assert "interrupted: the figures are those of" in err and "Traceback" not in err
     (file,) = (tmp_path / "out").iterdir()
     assert json.loads(file.read_text()) == found
+
+
+def test_what_servers_are_sent_and_what_a_result_does_not_hold(
+    capsys: pytest.CaptureFixture[str], prompts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with scripted(lambda _: Reply(whole_stream())) as server:
+        flags = ["--base-url", server.url, *prompts, "--rounds", "1", "--num-warmups", "0"]
+        given = ["--api-key", "secret-1", "--temperature", "0.5", "--top-k", "5", "--seed", "7", "--ignore-eos"]
+        found = result_of(capsys, [*flags, *given, "--extra-body", '{"draft_length": "off"}', "--system", "be brief"])
+        assert server.headers["Authorization"] == "Bearer secret-1"
+        monkeypatch.setenv("PACELINE_API_KEY", "secret-2")
+        result_of(capsys, [*flags, "--raw"])
+        assert server.headers["Authorization"] == "Bearer secret-2"
+    assert "secret" not in json.dumps(found) and "api_key" not in found["settings"]
+    assert found["rows"][0]["num_identical"] is None  # sampled
+    bodies = [body for _, body in server.asked]
+    sampled, greedy = bodies[:3], bodies[3:]
+    wanted = {"temperature": 0.5, "top_k": 5, "ignore_eos": True, "max_tokens": 128, "draft_length": "off"}
+    assert all({key: body[key] for key in wanted} == wanted for body in sampled)
+    assert [body["seed"] for body in sampled] == [7, 8, 9] and sampled[0]["messages"][0]["role"] == "system"
+    for body in greedy:  # what the API does not know is not sent unless it is asked for
+        assert set(body) == {"model", "prompt", "stream", "stream_options", "max_tokens", "temperature"}
