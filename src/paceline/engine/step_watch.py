@@ -154,10 +154,10 @@ class StepWatch:
             target_entropies=tuple(judged.entropies[: num_kept + 1]),
             target_top=tuple(tuple(row) for row in judged.top[: num_kept + 1]),
             bonus_logprob=judged.emitted_logprobs[num_kept] if has_bonus else None,
-            verify_ms=parts["verify"],
-            sampling_ms=parts["sampling"],
-            draft_ms=parts["draft"],
-            host_ms=max(0.0, record.step_ms - sum(parts.values())),
+            verify_ms=round(parts["verify"], 4),
+            sampling_ms=round(parts["sampling"], 4),
+            draft_ms=round(parts["draft"], 4),
+            host_ms=round(max(0.0, record.step_ms - sum(parts.values())), 4),
         )
 
     def _now(self) -> float:
@@ -238,6 +238,5 @@ def _entropy(logprobs: Tensor) -> Tensor:
 
 
 def _numbers(values: Tensor) -> list[list[float]]:
-    """On the host, finite: what is below the lowest, or no number, is the lowest."""
-    rows: list[list[float]] = values.double().nan_to_num(nan=LOWEST).clamp(min=LOWEST, max=-LOWEST).tolist()
-    return rows
+    """On the host, to four places: a trace is read by people. What is below the lowest, or no number, is the lowest."""
+    return values.double().nan_to_num(nan=LOWEST).clamp(min=LOWEST, max=-LOWEST).round(decimals=4).tolist()

@@ -19,8 +19,9 @@ vLLM and SGLang use the same words for the first two; vLLM divides per-position 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from paceline.trace.step import StepRecord
 
@@ -83,9 +84,7 @@ class AcceptanceSummary:
         num_accepted = sum(step[1] for step in steps)
         num_verified_accepted = sum(step[2] for step in steps)
         num_delivered = sum(step[3] for step in steps)
-        kept = [sum(accepted > j for _, accepted, _, _ in steps) for j in range(depth)]
-        had_draft = [sum(drafts > j for drafts, _, _, _ in steps) for j in range(depth)]
-        reached = [sum(accepted >= j and drafts > j for drafts, accepted, _, _ in steps) for j in range(depth)]
+        kept, had_draft, reached = count_positions([(drafts, accepted) for drafts, accepted, _, _ in steps])
         return cls(
             num_steps=num_steps,
             num_draft_tokens=num_draft_tokens,
@@ -104,6 +103,34 @@ class AcceptanceSummary:
     def to_dict(self) -> dict[str, object]:
         """Give plain JSON values; NaN becomes None."""
         return {name: _plain(value) for name, value in asdict(self).items()}
+
+
+class PositionCounts(NamedTuple):
+    """Steps at each position j, from 0 to the greatest depth.
+
+    Attributes:
+        kept: that kept the draft there, #{a > j}.
+        had_draft: that had one, #{d > j}.
+        reached: that had one and kept all before it, #{a >= j, d > j}.
+    """
+
+    kept: tuple[int, ...]
+    had_draft: tuple[int, ...]
+    reached: tuple[int, ...]
+
+
+def count_positions(steps: Sequence[tuple[int, int]]) -> PositionCounts:
+    """Count what `per_position` and `conditional` are ratios of.
+
+    Args:
+        steps: drafts and accepted drafts of each.
+    """
+    depth = max((drafts for drafts, _ in steps), default=0)
+    return PositionCounts(
+        tuple(sum(accepted > j for _, accepted in steps) for j in range(depth)),
+        tuple(sum(drafts > j for drafts, _ in steps) for j in range(depth)),
+        tuple(sum(accepted >= j and drafts > j for drafts, accepted in steps) for j in range(depth)),
+    )
 
 
 def _ratio(numerator: int, denominator: int) -> float:
