@@ -85,42 +85,7 @@ def evaluate(
     from paceline.configuration.generation import EvaluateRun
     from paceline.configuration.load import load_settings
 
-    run = load_settings(
-        EvaluateRun,
-        config,
-        set_values or (),
-        {
-            "model": model,
-            "draft_model": draft_model,
-            "prompts": [str(path) for path in prompts] if prompts else None,
-            "num_prompts": num_prompts,
-            "max_num_seqs": max_num_seqs,
-            "system": system,
-            "raw": options.given(raw),
-            "spec_tokens": spec_tokens,
-            "draft_sample_method": draft_sample_method,
-            "verify_method": verify_method,
-            "draft_length": draft_length,
-            "draft_vocab_size": options.number_or_word(draft_vocab_size),
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "min_p": min_p,
-            "seed": seed,
-            "min_tokens": min_tokens,
-            "repetition_penalty": repetition_penalty,
-            "frequency_penalty": frequency_penalty,
-            "presence_penalty": presence_penalty,
-            "ignore_eos": options.given(ignore_eos),
-            "max_model_len": max_model_len,
-            "dtype": dtype,
-            "device": device,
-            "linear_mode": linear_mode,
-            "threads": threads,
-            "offline": options.given(offline),
-        },
-    )
+    run = load_settings(EvaluateRun, config, set_values or (), options.asked(context, EvaluateRun))
     if output is not None:
         _check_output(output)
     if calibrate:

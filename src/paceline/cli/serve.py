@@ -112,45 +112,10 @@ def serve(
     from paceline.configuration.load import load_settings
     from paceline.configuration.serving import ServeRun
 
-    keys = tuple(api_key or ()) or ((environment.api_key,) if environment.api_key else None)
-    run = load_settings(
-        ServeRun,
-        config,
-        set_values or (),
-        {
-            "model": model,
-            "draft_model": draft_model,
-            "spec_tokens": spec_tokens,
-            "draft_sample_method": draft_sample_method,
-            "verify_method": verify_method,
-            "draft_length": draft_length,
-            "draft_vocab_size": options.number_or_word(draft_vocab_size),
-            "max_model_len": max_model_len,
-            "dtype": dtype,
-            "device": device,
-            "linear_mode": linear_mode,
-            "threads": threads,
-            "offline": options.given(offline),
-            "host": host,
-            "port": port,
-            "served_model_name": served_model_name,
-            "api_keys": keys,
-            "allowed_origins": tuple(allowed_origin) if allowed_origin else None,
-            "max_num_seqs": max_num_seqs,
-            "max_num_waiting": max_num_waiting,
-            "max_itl_ms": max_itl_ms,
-            "prefill_chunk_size": prefill_chunk_size,
-            "num_blocks": num_blocks,
-            "prefix_cache": prefix_cache,
-            "canary": canary,
-            "stream_interval_s": stream_interval_s,
-            "request_timeout_s": request_timeout_s,
-            "shutdown_timeout_s": shutdown_timeout_s,
-            "max_body_mb": max_body_mb,
-            "per_request_spec_decode_metrics": per_request_spec_decode_metrics,
-            "generation_config": generation_config,
-        },
-    )
+    flags = options.asked(context, ServeRun)
+    if environment.api_key:
+        flags.setdefault("api_keys", (environment.api_key,))
+    run = load_settings(ServeRun, config, set_values or (), flags)
     if dry_run:
         hidden = run.model_copy(update={"api_keys": ("(set)",) * len(run.api_keys)})
         options.show_settings(hidden, as_json=as_json)
@@ -279,29 +244,23 @@ def opener(run: ServeRun, environment: Environment) -> OpenModel:
     """What loads the models and makes the engine, on the engine's own thread."""
 
     def open_model() -> tuple[ServedModel, Engine]:
-        from paceline.cli.running import load_models
-        from paceline.engine.engine import Engine, EngineSettings
+        from dataclasses import replace
+
+        from paceline.cli.running import draft_settings_of, load_models
+        from paceline.engine.engine import Engine
 
         models = load_models(run, environment)
-        has_drafter = models.drafter is not None
-        engine = Engine(
-            models.target,
-            models.drafter,
-            EngineSettings(
-                max_num_seqs=run.max_num_seqs,
-                max_model_len=run.max_model_len,
-                num_draft_tokens=run.spec_tokens if has_drafter else None,
-                draft_sample_method=run.draft_sample_method if has_drafter else None,
-                verify_method=run.verify_method if has_drafter else "standard",
-                draft_length=run.draft_length if has_drafter else "fixed",
-                draft_vocab_size=run.draft_vocab_size,
-                prefill_chunk_size=run.prefill_chunk_size,
-                num_blocks=run.num_blocks,
-                prefix_cache=run.prefix_cache,
-                max_num_waiting=run.max_num_waiting,
-                max_itl_ms=run.max_itl_ms,
-            ),
+        settings = replace(
+            draft_settings_of(run, models.drafter),
+            max_num_seqs=run.max_num_seqs,
+            max_model_len=run.max_model_len,
+            prefill_chunk_size=run.prefill_chunk_size,
+            num_blocks=run.num_blocks,
+            prefix_cache=run.prefix_cache,
+            max_num_waiting=run.max_num_waiting,
+            max_itl_ms=run.max_itl_ms,
         )
+        engine = Engine(models.target, models.drafter, settings)
         return _served_model(run, models, engine), engine
 
     return open_model
