@@ -179,8 +179,8 @@ def _paired(
     others = [a.name for a, b in pairs if not _is_same_question(a, b)]
     if others:
         raise DataError(
-            f"{len(others)} of {len(pairs)} questions are others in the two files, such as {others[0]!r}: their prompts "
-            "have different tokens",
+            f"{len(others)} of {len(pairs)} questions are others in the two files, such as {others[0]!r}: their "
+            "prompts have different tokens",
             hint="two runs over the same prompt file, with the same target, template and system message",
         )
     return pairs, False
