@@ -79,7 +79,9 @@ class TracedAnswer:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing drafted for it."""
+        """Whether nothing drafted for it; an answer of one token, which has no step, is judged by its method."""
+        if self.trace.method == "plain" or not self.trace.records:
+            return self.trace.method == "plain"
         return all(record.num_draft_tokens == 0 for record in self.trace.records)
 
     def decode(self, ids: Sequence[int]) -> str:
