@@ -29,6 +29,7 @@ from paceline.cli.generate import generate
 from paceline.cli.inspect import inspect
 from paceline.cli.options import Session
 from paceline.cli.parity import parity
+from paceline.cli.report import report
 from paceline.cli.serve import serve
 from paceline.cli.train import train
 from paceline.errors import EXIT_FAILED, EXIT_INTERRUPTED, PacelineError
@@ -99,7 +100,7 @@ def _top(
     """Block-drafting speculative decoding: train, check and serve drafters that ride on a target's hidden states."""
 
 
-for verb in (generate, chat, serve, train, evaluate, inspect, check, parity, convert, doctor):
+for verb in (generate, chat, serve, train, evaluate, report, inspect, check, parity, convert, doctor):
     app.command()(verb)
 app.add_typer(capture)
 

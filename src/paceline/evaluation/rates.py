@@ -20,7 +20,7 @@ class Rate:
         total: the numerator.
         of: the denominator.
         value: total / of; None where `of` is 0.
-        low: lower end of its 95 % interval; None where there are fewer than two prompts.
+        low: lower end of its 95 % interval; None where fewer than two prompts have anything of it.
         high: upper end.
     """
 
@@ -88,5 +88,7 @@ class RateTable:
         for key, interval in zip(keys, intervals, strict=True):
             total, of = (sum(part) for part in self._sums[key])
             low, high = getattr(interval, "low", None), getattr(interval, "high", None)
+            if sum(weight > 0 for weight in self._sums[key][1]) < 2:
+                low = high = None
             found[key] = Rate(str(key[1]), total, of, total / of if of else None, low, high)
         return found

@@ -17,6 +17,7 @@ text must not be able to move the cursor. Functions take a `decode` callable and
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
@@ -110,7 +111,9 @@ def print_chips(console: Console, trace: RequestTrace, decode: Decode) -> None:
     printer.finish()
 
 
-def print_block_map(console: Console, trace: RequestTrace, decode: Decode) -> None:
+def print_block_map(
+    console: Console, trace: RequestTrace, decode: Decode, *, wanted: Callable[[StepRecord], bool] | None = None
+) -> None:
     """Print one row per step: its anchor, a cell per draft, the target's own token.
 
     A refused cell holds both tokens, `~draft~>chosen`, shortened to the cell. Where the console has no room for cells,
@@ -120,6 +123,7 @@ def print_block_map(console: Console, trace: RequestTrace, decode: Decode) -> No
         console: where to print.
         trace: a request, finished or not.
         decode: token ids to text.
+        wanted: which steps get a row; None shows all.
     """
     depth = max((record.num_draft_tokens for record in trace.records), default=0)
     index_width = len(str(max(len(trace.records) - 1, 0)))
@@ -130,6 +134,10 @@ def print_block_map(console: Console, trace: RequestTrace, decode: Decode) -> No
     if trace.first_token_id is not None:
         pieces.advance(trace.first_token_id)
     for index, record in enumerate(trace.records):
+        if wanted is not None and not wanted(record):
+            for _ in delivered(record, pieces):
+                pass  # what follows is read behind it
+            continue
         if cell_width >= _NARROWEST_CELL:
             cells = _wide_row(record, pieces, depth, cell_width, console.encoding)
         else:
