@@ -108,7 +108,9 @@ def evaluate(
     engine = make_engine(run, models, max_num_seqs=run.max_num_seqs, num_prompt_tokens=longest)
     vocab_size = models.target.contract.vocab_size
     check_questions(engine, tokenizer, everything, vocab_size=vocab_size, system=run.system, raw=run.raw)
-    writer = None if run.trace_file is None else TraceFile(run.trace_file, run, models, run.prompts)
+    writer = None
+    if run.trace_file is not None:
+        writer = TraceFile(run.trace_file, run, models, run.prompts, requests_at_once=run.max_num_seqs)
     results = _evaluate_sets(run, models, engine, sets, writer, shows_progress=session.verbosity >= 0)
     if calibrate:
         _calibrate(run, models, results)

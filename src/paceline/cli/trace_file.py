@@ -24,16 +24,26 @@ class TraceFile:
         run: its settings.
         models: as loaded.
         prompt_files: that prompts were read from.
+        requests_at_once: how many were decoded at the same time, at most.
 
     Raises:
         DataError: the file ends inside a line.
     """
 
-    def __init__(self, path: Path, run: TracedRun, models: Models, prompt_files: Sequence[Path] = ()) -> None:
+    def __init__(
+        self,
+        path: Path,
+        run: TracedRun,
+        models: Models,
+        prompt_files: Sequence[Path] = (),
+        *,
+        requests_at_once: int = 1,
+    ) -> None:
         from paceline.serving.token_texts import TokenTexts
         from paceline.trace.writer import TraceWriter
 
-        self._writer = TraceWriter(path, run_facts(run, models, prompt_files))
+        facts = {**run_facts(run, models, prompt_files), "requests_at_once": requests_at_once}
+        self._writer = TraceWriter(path, facts)
         self._texts = TokenTexts(models.target.tokenizer)
 
     def write(
@@ -109,7 +119,7 @@ def run_facts(run: TracedRun, models: Models, prompt_files: Sequence[Path] = ())
             "linear_mode": target.linear_mode,
             "weights": weights_digest(target.model),
         },
-        "settings": run.model_dump(mode="json", exclude_unset=True),
+        "settings": run.model_dump(mode="json"),
         "prompt_files": [{"file": str(path), "sha256": file_sha256(path)} for path in prompt_files],
     }
     if drafter is not None:

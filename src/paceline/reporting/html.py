@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from paceline.evaluation.trace_pairs import AnswerPair
 
 MOST_BYTES = 1_000_000
-_DRAWN_BYTES = 700_000  # of answers and pairs; tables and charts take the rest
+_SPARE_BYTES = 10_000  # for what is said of answers that are left out
 _FEWEST_STEPS = 25
 _MARK = '<meta name="generator" content="paceline report">'
 _NO_CHARACTER = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
@@ -59,21 +59,17 @@ def render_page(sections: Sequence[Section], drawing: Drawing, *, title: str, co
         title: of the page.
         command: that made it.
     """
-    room = _Room(_DRAWN_BYTES)
-    drawn = [_draw(section, drawing, room) for section in sections]
-    html = (
-        _environment()
-        .get_template("page.html")
-        .render(
-            title=title,
-            command=command,
-            version=__version__,
-            sections=drawn,
-            mark=_MARK,
-            first_refusal=drawing.first_refusal,
-        )
+    without = _page(
+        [_draw(section, replace(drawing, most_prompts=0), _Room(0)) for section in sections], title, command
     )
+    room = _Room(MOST_BYTES - _SPARE_BYTES - _size(without))
+    html = _page([_draw(section, drawing, room) for section in sections], title, command)
     return _NO_CHARACTER.sub("\ufffd", html)
+
+
+def _page(sections: Sequence[DrawnSection], title: str, command: str) -> str:
+    template = _environment().get_template("page.html")
+    return template.render(title=title, command=command, version=__version__, sections=sections, mark=_MARK)
 
 
 def check_output(path: Path, *, force: bool) -> None:
@@ -132,11 +128,15 @@ class _Room:
 
     def takes(self, html: str) -> bool:
         """Whether there is room, which is taken then."""
-        size = len(html.encode("utf-8", errors="replace"))
+        size = _size(html)
         if size > self.num_left:
             return False
         self.num_left -= size
         return True
+
+
+def _size(html: str) -> int:
+    return len(html.encode("utf-8", errors="replace"))
 
 
 def _draw(section: Section, drawing: Drawing, room: _Room) -> DrawnSection:

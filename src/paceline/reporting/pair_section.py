@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from paceline.reporting.drawn_answer import MapRow, draw_answer
+from paceline.reporting.provenance import differences
 from paceline.reporting.sections import Section, Table, Tile, plain, with_interval
 from paceline.reporting.token_pieces import Pieces, visible
 from paceline.trace.acceptance import AcceptanceSummary
@@ -72,6 +73,9 @@ def pair_section(names: tuple[str, str], comparison: TraceComparison) -> Section
         notes.append("The files do not name their prompts: answers are paired by their order.")
     if found.num_only_before or found.num_only_after:
         notes.append(f"Without a partner: {found.num_only_before} answers of A, {found.num_only_after} of B.")
+    others = _differences(found.pairs[0])
+    if any(name in ("requests_at_once", "settings.trace_details", "machine.processor") for name, *_ in others):
+        notes.append("Times of A and B do not compare: requests at once, details of the trace or the machine differ.")
     sign = found.sign
     tiles = [
         Tile("pairs", str(len(found.pairs)), f"of answers, to {found.num_prompts} prompts"),
@@ -94,7 +98,7 @@ def pair_section(names: tuple[str, str], comparison: TraceComparison) -> Section
         title=f"{names[0]} against {names[1]}",
         notes=notes,
         tiles=tiles,
-        tables=[_pairs_table(found.pairs)],
+        tables=[_pairs_table(found.pairs), Table("What differs besides", ["", "A", "B"], others)],
         pairs=found.pairs,
         figures={
             key: asdict(value) if hasattr(value, "__dataclass_fields__") else value for key, value in figures.items()
@@ -144,6 +148,14 @@ def draw_pair(pair: AnswerPair, *, most_steps: int) -> DrawnPair:
     ]
     left_out = f"{len(rows)} of {len(pair.differing)} are drawn" if len(rows) < len(pair.differing) else None
     return DrawnPair(visible(pair.before.name), columns, said, rows, left_out)
+
+
+def _differences(pair: AnswerPair) -> list[list[str]]:
+    """Between the runs of the first pair; of several runs in a file the others are not looked at."""
+    before, after = pair.before.run, pair.after.run
+    if before is None or after is None:
+        return []
+    return [[visible(cell) for cell in row] for row in differences(before, after)]
 
 
 def _lanes(trace: RequestTrace) -> list[Lane]:

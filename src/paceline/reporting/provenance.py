@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Mapping
 
+from paceline.configuration.generation import GenerateRun
 from paceline.trace.answer import RunFacts, TracedAnswer
 
 # Settings that say where a run's output goes, which prompts it has or how many at once; none changes one answer.
@@ -27,6 +28,8 @@ _NOT_OF_ONE_ANSWER = frozenset(
         "logit_bias",
     )
 )
+_MOST_SHOWN = 2000  # characters of a value
+_ALWAYS_OTHERS = frozenset(("date", "command", "settings.trace_file"))
 _MOST_TEXT = 4000  # characters of a prompt that a command line is given
 
 
@@ -42,10 +45,29 @@ def provenance_rows(run: RunFacts) -> list[tuple[str, str]]:
             for index, inner in enumerate(value):
                 walk(f"{prefix}[{index}]", inner)
         else:
-            rows.append((prefix, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)))
+            rows.append((prefix, shortened(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))))
 
     walk("", run)
     return rows
+
+
+def shortened(text: str, most: int = _MOST_SHOWN) -> str:
+    """A text as far as there is room for it, and how much more there is."""
+    return text if len(text) <= most else f"{text[:most]}… ({len(text) - most} characters more)"
+
+
+def differences(before: RunFacts, after: RunFacts) -> list[list[str]]:
+    """What two runs do not have in common: names, and the value of either; a dash for none.
+
+    Settings that only one of them has, such as those of another verb, are left out.
+    """
+    first, second = dict(provenance_rows(before)), dict(provenance_rows(after))
+    found = []
+    for name in dict.fromkeys((*first, *second)):
+        is_of_one = name.startswith("settings.") and not (name in first and name in second)
+        if name not in _ALWAYS_OTHERS and not is_of_one and first.get(name) != second.get(name):
+            found.append([name, first.get(name, "-"), second.get(name, "-")])
+    return found
 
 
 def reproduce(answer: TracedAnswer) -> str | None:
@@ -70,8 +92,11 @@ def reproduce(answer: TracedAnswer) -> str | None:
     biases = settings.get("logit_bias")
     if isinstance(biases, Mapping):
         words += [word for token, bias in biases.items() for word in ("--logit-bias", f"{token}={bias}")]
+    fields = GenerateRun.model_fields
     for key, value in settings.items():
-        if key not in _NOT_OF_ONE_ANSWER and value is not None and not isinstance(value, Mapping):
+        if key in _NOT_OF_ONE_ANSWER or key not in fields or value is None or isinstance(value, Mapping):
+            continue
+        if json.dumps(value) != json.dumps(fields[key].default):  # a tuple is a list in a file
             words += ["--set", f"{key}={json.dumps(value, ensure_ascii=False)}"]
     if not answer.is_plain:
         words += ["--trace-file", "one.jsonl", "--trace-details"]

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.reporting.inputs import TrainingInput, number
+from paceline.reporting.provenance import shortened
 from paceline.reporting.sections import LineFigure, Section, Table, Tile, file_name, plain
 from paceline.reporting.token_pieces import visible
 
@@ -135,15 +136,17 @@ def _provenance(given: TrainingInput) -> list[tuple[str, list[tuple[str, str]]]]
     found = []
     commands = given.files.get("command.txt", "").splitlines()
     if commands:
-        found.append(("command", [(f"attempt {index}", line) for index, line in enumerate(commands, start=1)]))
+        found.append(
+            ("command", [(f"attempt {index}", shortened(line)) for index, line in enumerate(commands, start=1)])
+        )
     try:
         versions = json.loads(given.files.get("versions.json", "{}"))
     except ValueError:
         versions = {}
     if isinstance(versions, dict) and versions:
-        found.append(("versions", [(str(name), str(value)) for name, value in versions.items()]))
+        found.append(("versions", [(shortened(str(name)), shortened(str(value))) for name, value in versions.items()]))
     if "config.toml" in given.files:
-        found.append(("config.toml", [("", given.files["config.toml"])]))
+        found.append(("config.toml", [("", shortened(given.files["config.toml"], 20_000))]))
     return found
 
 

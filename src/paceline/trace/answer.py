@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from paceline.trace.step import RequestTrace
 
+_MOST_NAME = 80  # characters
 RunFacts = Mapping[str, object]  # plain JSON values; `reporting/provenance.py` names the keys that it shows
 
 
@@ -69,10 +70,10 @@ class TracedAnswer:
 
     @property
     def name(self) -> str:
-        """How tables call it: by its prompt, else by its request."""
+        """How tables call it: by its prompt, else by its request; of a long id the beginning."""
         if self.prompt is None:
-            return self.trace.request_id
-        parts = [self.prompt.id]
+            return self.trace.request_id[:_MOST_NAME]
+        parts = [self.prompt.id[:_MOST_NAME]]
         parts += [f"turn {self.prompt.turn}"] if self.prompt.turn else []
         parts += [f"sample {self.prompt.sample_index}"] if self.prompt.sample_index else []
         return ", ".join(parts)
