@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 WIDTH, HEIGHT = 640, 240
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 14, 14, 40
+_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 14, 14, 40
+_NUM_STYLES = 8  # of lines, by colour and dashes
+_LETTER = 6.5  # pixels
 _MOST_POINTS = 400  # of a line
 _MOST_LABELS = 16
 _MOST_BARS = 60
@@ -155,7 +157,7 @@ def bar_chart(
     for index, each in enumerate(drawn):
         x = _LEFT + index * step
         if index % every == 0:
-            ticks.append(Tick(round(x + step / 2, 1), each.label))
+            ticks.append(Tick(round(x + step / 2, 1), _fitting(each.label, step * every)))
         if each.value is None:
             continue
         y = scale.at(each.value)
@@ -213,7 +215,9 @@ def line_chart(
         shown = _thin(points)
         thinned = max(thinned, len(points) if len(shown) < len(points) else 0)
         places = tuple((across.at(x), up.at(y)) for x, y in shown)
-        lines.append(Line(name, number % 6, " ".join(f"{x},{y}" for x, y in places), places if with_dots else ()))
+        lines.append(
+            Line(name, number % _NUM_STYLES, " ".join(f"{x},{y}" for x, y in places), places if with_dots else ())
+        )
     rules = [Rule(_LEFT, up.at(y), WIDTH - _RIGHT, up.at(y), name) for name, y in levels]
     rules += [Rule(across.at(x), _TOP, across.at(x), HEIGHT - _BOTTOM, name) for name, x in uprights]
     left_out = f"lines show {_MOST_POINTS} of {thinned} points" if thinned else None
@@ -242,9 +246,21 @@ class _Scale:
         found = []
         while number * self._step <= self._high + self._step * 1e-6:
             value = number * self._step
-            found.append(Tick(self.at(value), f"{value:.10g}"))
+            found.append(Tick(self.at(value), _short_number(value)))
             number += 1
         return found
+
+
+def _short_number(value: float) -> str:
+    for factor, sign in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= factor:
+            return f"{value / (1e3 if sign == 'k' else factor):.6g}{sign}"
+    return f"{value:.6g}"
+
+
+def _fitting(label: str, width: float) -> str:
+    most = max(3, int(width / _LETTER))
+    return label if len(label) <= most else label[: most - 1] + "…"
 
 
 def _round_step(step: float) -> float:

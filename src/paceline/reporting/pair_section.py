@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from paceline.evaluation.trace_pairs import AnswerPair, TraceComparison
 
 _MOST_ROWS = 300
+_OF_PACE = ("requests_at_once", "settings.trace_details", "machine.processor")  # what changes times besides drafts
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ def pair_section(names: tuple[str, str], comparison: TraceComparison) -> Section
     if found.num_only_before or found.num_only_after:
         notes.append(f"Without a partner: {found.num_only_before} answers of A, {found.num_only_after} of B.")
     others = _differences(found.pairs[0])
-    if any(name in ("requests_at_once", "settings.trace_details", "machine.processor") for name, *_ in others):
+    has_same_pace = not any(name in _OF_PACE for name, *_ in others)
+    if not has_same_pace:
         notes.append("Times of A and B do not compare: requests at once, details of the trace or the machine differ.")
     sign = found.sign
     tiles = [
@@ -88,7 +90,7 @@ def pair_section(names: tuple[str, str], comparison: TraceComparison) -> Section
     ]
     if found.wilcoxon_p_value is not None:
         tiles.append(Tile("Wilcoxon", f"p = {found.wilcoxon_p_value:.3g}", "signed ranks, exact, two-sided"))
-    if found.speed is not None:
+    if found.speed is not None and has_same_pace:
         tiles.append(Tile("speed B / A", _interval(found.speed), "tokens per second of decoding, paired"))
     tiles.append(Tile("same text", f"{found.num_same_texts} of {len(found.pairs)}", "pairs with the same token ids"))
     shared = f"of the {found.num_shared_steps} steps that begin at the same place of the same text"
