@@ -183,11 +183,11 @@ def _add_details(table: RateTable, unit: int, record: StepRecord) -> None:
         return
     for position in range(min(record.num_draft_tokens, record.num_verified_accepted + 1)):
         is_kept = position < record.num_verified_accepted
-        if details.confidences:
+        if position < len(details.confidences):
             _add_chance(table, unit, "confidence", details.confidences[position], is_kept)
-        if details.draft_logprobs:
+        if position < len(details.draft_logprobs):
             _add_chance(table, unit, "probability", math.exp(min(0.0, details.draft_logprobs[position])), is_kept)
-        if details.draft_entropies:
+        if position < len(details.draft_entropies):
             label = _entropy_label(details.draft_entropies[position])
             table.add(unit, "draft entropy", label, is_kept)
         if position < len(details.target_entropies):

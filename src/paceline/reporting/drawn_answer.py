@@ -160,7 +160,7 @@ def _title(answer: TracedAnswer, record: StepRecord, number: int, look: Look, po
         lines += _chances(details, look, position)
         if position < len(details.target_top):
             top = ", ".join(
-                f"{visible(answer.decode([token]))!r} {_percent(logprob)}"
+                f"'{visible(answer.decode([token]))}' {_percent(logprob)}"
                 for token, logprob in details.target_top[position]
             )
             lines.append(f"target's five: {top}")

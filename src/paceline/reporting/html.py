@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 MOST_BYTES = 1_000_000
 _SPARE_BYTES = 10_000  # for what is said of answers that are left out
 _FEWEST_STEPS = 25
+_LEAST_PER_STEP = 400  # bytes of a drawn step
 _MARK = '<meta name="generator" content="paceline report">'
 _NO_CHARACTER = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
@@ -193,7 +194,7 @@ def _draw(section: Section, drawing: Drawing, room: _Room) -> DrawnSection:
 
 def _fitting(room: _Room, most_steps: int, render: Callable[[int], str]) -> str | None:
     """What there is room for, with fewer steps if need be; None where there is none for a few."""
-    most = most_steps
+    most = min(most_steps, max(_FEWEST_STEPS, room.num_left // _LEAST_PER_STEP))
     while most >= min(_FEWEST_STEPS, most_steps):
         html = render(most)
         if room.takes(html):
