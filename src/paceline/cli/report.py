@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from paceline.reporting.inputs import ReportInput, TraceInput
     from paceline.reporting.sections import Section
 
+_PIPE_WIDTH = 160
 _PROMPTS_IN_TERMINAL, _PROMPTS_ON_PAGE = 1, 24
 
 
@@ -26,7 +27,7 @@ def report(
     paths: Annotated[
         list[Path],
         typer.Argument(
-            metavar="PATH...",
+            metavar="PATH",
             help="Trace files, folders of training runs, results of `evaluate --json` or `bench`; two traces of the "
             "same prompts are compared.",
         ),
@@ -95,7 +96,8 @@ def report(
 
         from paceline.reporting.section_terminal import print_section
 
-        console = Console(color_system="auto" if session.color else None, highlight=False)
+        width = None if sys.stdout.isatty() else _PIPE_WIDTH  # a map of blocks wants room
+        console = Console(color_system="auto" if session.color else None, highlight=False, width=width)
         for index, section in enumerate(sections):
             if index:
                 console.print()

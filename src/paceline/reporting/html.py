@@ -88,6 +88,8 @@ def check_output(path: Path, *, force: bool) -> None:
         raise ConfigError("the page's path is a folder", origin=origin)
     if not path.resolve().parent.is_dir():
         raise ConfigError("the folder of the page does not exist", origin=origin)
+    if not os.access(path.resolve().parent, os.W_OK | os.X_OK):
+        raise ConfigError("nothing can be written into the folder of the page", origin=origin)
     if path.exists() and not force:
         with path.open("rb") as file:
             head = file.read(2000)
