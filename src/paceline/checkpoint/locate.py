@@ -20,7 +20,7 @@ from typing import Any
 from paceline.errors import CapacityError, CheckpointError, MissingExtraError, OfflineError
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
+_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "tiktoken.model")
 # of drafters alone: the mask token's row may lie beside the weights, and without the file another row would be read
 _DRAFTER_FILES = (*_HUB_FILES, "mask_embedding.pt")
 _STATE_FILES = ("*.bin", "*.pt", "*.pth")  # weights of a drafter that has no safetensors

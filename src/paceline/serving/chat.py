@@ -43,16 +43,16 @@ def encode_chat(
     plain = [as_template_takes(message, f"messages[{index}]") for index, message in enumerate(messages)]
     if continue_final_message:
         plain = [*plain[:-1], _marked(plain[-1])]
-    text = tokenizer.render_chat(
+    rendered = tokenizer.render(
         plain,
         add_generation_prompt=add_generation_prompt and not continue_final_message,
         tools=tools,
         variables=variables,
     )
     if continue_final_message:
-        text = _cut_at_mark(text)
-    check(text)
-    return tokenizer.encode(text)
+        rendered = rendered.cut(len(_cut_at_mark(rendered.text)))
+    check(rendered.text)
+    return tokenizer.encode_rendered(rendered)
 
 
 def as_template_takes(message: ChatMessage, place: str) -> dict[str, Any]:

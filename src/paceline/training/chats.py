@@ -19,12 +19,8 @@ _RENDERED_TOO = ("tools", "functions", "documents")  # of a row: a server shows 
 class ChatEncoder(Protocol):
     """What reading chat files needs of a tokenizer."""
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> list[int]:
         """Messages through the target's template; at the end, if asked for, what opens the assistant's turn."""
-        ...
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of rendered text, special tokens included."""
         ...
 
 
@@ -98,8 +94,8 @@ def encode_turns(
         if turn["role"] != "assistant":
             continue
         try:
-            prompt = encoder.encode(encoder.render_chat(turns[:index], add_generation_prompt=True))
-            whole = encoder.encode(encoder.render_chat(turns[: index + 1], add_generation_prompt=False))
+            prompt = encoder.encode_chat(turns[:index], add_generation_prompt=True)
+            whole = encoder.encode_chat(turns[: index + 1], add_generation_prompt=False)
             trailing = _num_trailing(encoder, turns[:index], whole)
         except RequestError as error:
             raise DataError(f"{where}: {error.message}", hint=error.hint) from error
@@ -132,9 +128,7 @@ def _num_trailing(encoder: ChatEncoder, history: Sequence[Mapping[str, str]], wh
         whole: tokens of the render with the answer.
     """
     others = [
-        encoder.encode(
-            encoder.render_chat([*history, {"role": "assistant", "content": answer}], add_generation_prompt=False)
-        )
+        encoder.encode_chat([*history, {"role": "assistant", "content": answer}], add_generation_prompt=False)
         for answer in ("0", "yes")
     ]
     return max(min(_common_ending(whole, other) for other in others) - 1, 0)

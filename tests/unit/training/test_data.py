@@ -32,7 +32,8 @@ class ChatML:
         rendered = "".join(f"<{m['role'][0].upper()}/{m['content']}>{self.trailing}" for m in messages)
         return rendered + ("<A/" if add_generation_prompt else "")
 
-    def encode(self, text: str) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> list[int]:
+        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
         return [SPECIAL.get(character, 100 + ord(character)) for character in text]
 
 
