@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.kimi_k3_chat import MARKS
+from paceline.checkpoint.kimi_k3_marks import MARKS
 
 LINEAR_TOKENS = ("[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_system|>")
 K3_TOKENS = ("[BOS]", "[EOS]", MARKS[3], MARKS[0], MARKS[1], MARKS[2])  # the real ones have these ids, too

@@ -15,11 +15,12 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from paceline.checkpoint.answer_parts import read_whole
+from paceline.checkpoint.kimi_k3_answers import KimiK3Answers
+from paceline.checkpoint.kimi_k3_marks import CLOSE, END, MARKS, OPEN, SEPARATOR
 from paceline.checkpoint.rendered_chat import RenderedChat, Segment
 from paceline.errors import RequestError, shown
 
-OPEN, CLOSE, SEPARATOR, END = "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"
-MARKS = (OPEN, CLOSE, SEPARATOR, END)
 EFFORTS = ("low", "high", "max")
 VARIABLES = ("thinking", "enable_thinking", "thinking_effort", "reasoning_effort", "tool_choice", "response_format")
 
@@ -171,7 +172,11 @@ def _plain(writer: _Writer, attributes: Iterable[tuple[str, object]], message: M
 
 
 def _channels(writer: _Writer, message: Mapping[str, Any], *, thinking: bool) -> None:
-    """What an assistant said: in a chat with thinking, that channel is there also where it is empty."""
+    """What an assistant said: in a chat with thinking, that channel is there also where it is empty.
+
+    An answer as the target wrote it, with its marks, is read into its channels first.
+    """
+    message = _apart(message, thinking=thinking)
     if thinking:
         reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
         writer.opening("think")
@@ -190,6 +195,15 @@ def _channels(writer: _Writer, message: Mapping[str, Any], *, thinking: bool) ->
         _arguments(writer, function.get("arguments"))
         writer.closing("call")
     writer.closing("tools")
+
+
+def _apart(message: Mapping[str, Any], *, thinking: bool) -> Mapping[str, Any]:
+    content = message.get("content") or ""
+    if not any(mark in content for mark in MARKS) or message.get("reasoning_content") or message.get("tool_calls"):
+        return message
+    thought, said, calls = read_whole(KimiK3Answers("think" if thinking else "response", reads_calls=True), content)
+    functions = [{"function": {"name": call.name, "arguments": call.arguments}} for call in calls]
+    return {**message, "content": said, "reasoning_content": thought, "tool_calls": functions}
 
 
 def _arguments(writer: _Writer, arguments: object) -> None:

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.checkpoint.kimi_k3_chat import CLOSE, OPEN, SEPARATOR
+from paceline.checkpoint.kimi_k3_marks import CLOSE, OPEN, SEPARATOR
 from paceline.errors import CheckpointError
 
 if TYPE_CHECKING:

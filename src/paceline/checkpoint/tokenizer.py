@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.checkpoint.chat_template import ChatTemplate
 from paceline.checkpoint.gguf_header import GgufHeader, read_gguf_header
-from paceline.checkpoint.kimi_k3_chat import MARKS, render_kimi_k3
+from paceline.checkpoint.kimi_k3_chat import render_kimi_k3
+from paceline.checkpoint.kimi_k3_marks import MARKS
 from paceline.checkpoint.locate import read_json
 from paceline.checkpoint.rendered_chat import RenderedChat, Segment
 from paceline.checkpoint.tiktoken_file import FILE_NAME as TIKTOKEN_FILE

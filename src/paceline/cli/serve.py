@@ -94,6 +94,10 @@ def serve(
         str | None,
         typer.Option(metavar="none|summary|detailed", help="What answers tell of drafting.", rich_help_panel=SERVER),
     ] = None,
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(metavar="auto|none", help="Tell thoughts from what is said, or not.", rich_help_panel=SERVER),
+    ] = None,
     generation_config: Annotated[
         str | None,
         typer.Option(metavar="auto|none", help="Sampling that the target's makers advise.", rich_help_panel=SERVER),
@@ -286,6 +290,7 @@ def _served_model(run: ServeRun, models: Models, engine: Engine) -> ServedModel:
         num_draft_tokens=0 if drafter is None else drafter.num_draft_tokens,
         defaults=defaults,
         facts=_facts(run, models),
+        tells_reasoning=run.reasoning_parser == "auto",
     )
 
 

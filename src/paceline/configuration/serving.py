@@ -56,6 +56,9 @@ class ServeRun(ModelSettings):
     per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = Field(
         "none", description="what answers tell of drafting"
     )
+    reasoning_parser: Literal["auto", "none"] = Field(
+        "auto", description="auto tells what a target thinks apart from what it says, where its chats have such a part"
+    )
     generation_config: Literal["auto", "none"] = Field(
         "auto", description="auto samples as the target's generation_config.json says where a request says nothing"
     )

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from tests.tiny_kimi_text import K3_TOKENS, write_kimi_text
 
-from paceline.checkpoint.kimi_k3_chat import MARKS, render_kimi_k3
+from paceline.checkpoint.kimi_k3_chat import render_kimi_k3
+from paceline.checkpoint.kimi_k3_marks import MARKS
 from paceline.checkpoint.tokenizer import TextTokenizer, open_tokenizer
 from paceline.errors import RequestError
 
@@ -161,6 +162,21 @@ def test_results_are_numbered_in_the_order_of_their_calls() -> None:
     assert 'tool="fb" index="2"<|sep|>second' in text_of([*asked, *unnamed])
     foreign = [{"role": "tool", "tool_call_id": "z", "name": "fz", "content": "z"}, results[0]]
     assert 'tool="fz" index="1"<|sep|>z' in text_of([*asked, *foreign])
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_an_answer_with_its_marks_is_read_into_its_channels(thinking: bool) -> None:
+    """So a chat can go on with what the target wrote, as text; a user's marks stay text."""
+    call = {"function": {"name": "f", "arguments": {"a": 1}}}
+    told = {"role": "assistant", "content": "Yes.", "tool_calls": [call]}
+    told |= {"reasoning_content": "hm"} if thinking else {}
+    options: dict[str, Any] = {"variables": {"thinking": thinking, "thinking_effort": None}}
+    text = text_of([user("q"), told, user("p")], **options)
+    begin = text_of([user("q")], **options)
+    answer = text.removeprefix(begin).split("<|close|>message<|sep|>")[0]
+    assert text_of([user("q"), {"role": "assistant", "content": answer}, user("p")], **options) == text
+    whole = answer + "<|close|>message<|sep|>"
+    assert text_of([user("q"), {"role": "assistant", "content": whole}, user("p")], **options) == text
 
 
 def test_attributes_are_escaped() -> None:
