@@ -11,7 +11,6 @@ from paceline.checkpoint.kimi_k3_answers import KimiK3Answers
 from paceline.checkpoint.kimi_k3_marks import OPEN, SEPARATOR
 from paceline.checkpoint.think_tags import ThinkTags
 from paceline.checkpoint.tokenizer import TextTokenizer
-from paceline.serving.call_reader import CallReader
 from paceline.serving.tools import ToolUse
 
 
@@ -47,7 +46,7 @@ def answer_form(tokenizer: TextTokenizer, prompt: str, tools: ToolUse, *, tells_
 
     def said() -> AnswerReader:
         if tools.reads_calls and tools.form is not None:
-            return CallReader(tools.form, takes_several=tools.takes_several)
+            return tools.form.make_reader(tools.takes_several)
         return PlainText()
 
     if not tells_reasoning or think_tags.CLOSE not in (tokenizer.chat_template or ""):

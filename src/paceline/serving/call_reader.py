@@ -1,47 +1,37 @@
-"""Calls of functions in what a model writes, for the forms that stand between two tags.
+"""Calls of functions that stand between two tags, told apart from text as an answer comes in.
 
-    hermes   <tool_call> {"name": ..., "arguments": {...}} </tool_call>                     Hermes, Qwen2.5, Qwen3
-    kimi     <|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}<|tool_call_end|>, all calls between
-             <|tool_calls_section_begin|> and <|tool_calls_section_end|>                    Kimi-K2, Kimi-Linear
-
-Source: the chat templates of these models.
+Source: the chat templates of Qwen2.5, Qwen3, Kimi-K2 and Kimi-Linear.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.checkpoint.answer_parts import FoundCall, Part, length_of_beginning
+from paceline.serving.llama_calls import made_call
 
+KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
 _KIMI_HEAD = re.compile(r"\s*((?:functions\.)?([A-Za-z0-9_.-]+):\d+)\s*")
-_KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
 
 
 @dataclass(frozen=True)
-class CallForm:
-    """How calls are written.
+class CallTags:
+    """What calls stand between.
 
     Attributes:
-        name: of the form.
         opening: the tag before a call.
         closing: the tag behind it.
+        parse: the call between the two, if it is one, and whether the text ends inside a string of it.
         around: tags around all calls, which say nothing.
-        parse: the call between the two tags, if it is one, and whether the text ends inside a string of it.
-        before: what a grammar has before the arguments of a call, given the function's name and how many calls there
-            were before it in the chat.
-        behind: what it has behind them.
     """
 
-    name: str
     opening: str
     closing: str
-    around: tuple[str, ...]
     parse: Callable[[str], tuple[FoundCall | None, bool]]
-    before: Callable[[str, int], str]
-    behind: str
+    around: tuple[str, ...] = ()
 
 
 class CallReader:
@@ -51,12 +41,12 @@ class CallReader:
     behind a call is left out.
 
     Args:
-        form: of the calls.
+        tags: around calls.
         takes_several: else what stands behind the first call is left out.
     """
 
-    def __init__(self, form: CallForm, *, takes_several: bool = True) -> None:
-        self._form, self._takes_several = form, takes_several
+    def __init__(self, tags: CallTags, *, takes_several: bool = True) -> None:
+        self._tags, self._takes_several = tags, takes_several
         self._held = ""
         self._is_behind_call = False
         self._num_calls = 0
@@ -72,14 +62,14 @@ class CallReader:
 
     def _settled(self, *, is_whole: bool) -> list[Part]:
         found: list[Part] = []
-        marks = (self._form.opening, *self._form.around)
+        marks = (self._tags.opening, *self._tags.around)
         while self._held:
             start, mark = min(((self._held.find(mark), mark) for mark in marks if mark in self._held), default=(-1, ""))
             if start < 0:
                 self._release(found, len(self._held) - (0 if is_whole else length_of_beginning(self._held, marks)))
                 break
             self._release(found, start)
-            if mark != self._form.opening:
+            if mark != self._tags.opening:
                 self._held, self._is_behind_call = self._held[len(mark) :], True
                 continue
             size, call = self._first_call(is_whole=is_whole)
@@ -93,17 +83,17 @@ class CallReader:
 
     def _first_call(self, *, is_whole: bool) -> tuple[int, FoundCall | None]:
         """The size of what is held from an opening tag to its end, and the call if it is one; 0 if that is open."""
-        opening, closing = self._form.opening, self._form.closing
+        opening, closing = self._tags.opening, self._tags.closing
         first = end = self._held.find(closing)
         while end >= 0:
-            call, is_inside = self._form.parse(self._held[len(opening) : end])
+            call, is_inside = self._tags.parse(self._held[len(opening) : end])
             if not is_inside:
                 return (end if call else first) + len(closing), call
             end = self._held.find(closing, end + 1)  # that one is part of an argument
         if not is_whole:
             return 0, None
         if first < 0:
-            return len(self._held), self._form.parse(self._held[len(opening) :])[0]
+            return len(self._held), self._tags.parse(self._held[len(opening) :])[0]
         return first + len(closing), None
 
     def _release(self, found: list[Part], size: int) -> None:
@@ -133,51 +123,21 @@ def _loaded(text: str) -> tuple[object, bool]:
         return None, False
 
 
-def _made(name: str, arguments: object, identity: str | None = None) -> FoundCall | None:
-    try:
-        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        (name + written).encode()
-    except (RecursionError, UnicodeEncodeError):  # or an escape of half a surrogate pair, which no answer can carry
-        return None
-    return FoundCall(name, written, identity)
-
-
-def _parse_hermes(text: str) -> tuple[FoundCall | None, bool]:
+def parse_hermes(text: str) -> tuple[FoundCall | None, bool]:
+    """A JSON object with `name` and `arguments`."""
     call, is_inside = _loaded(text)
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None, is_inside
-    return _made(call["name"], call.get("arguments", {})), False
+    return made_call(call["name"], call.get("arguments", {})), False
 
 
-def _parse_kimi(text: str) -> tuple[FoundCall | None, bool]:
-    head, mark, written = text.partition(_KIMI_ARGUMENTS)
+def parse_kimi(text: str) -> tuple[FoundCall | None, bool]:
+    """`functions.NAME:0`, the tag of arguments, and a JSON object."""
+    head, mark, written = text.partition(KIMI_ARGUMENTS)
     named = _KIMI_HEAD.fullmatch(head)
     if named is None or not mark:
         return None, False
     arguments, is_inside = _loaded(written)
     if not isinstance(arguments, dict):
         return None, is_inside
-    return _made(named[2], arguments, named[1]), False
-
-
-HERMES = CallForm(
-    name="hermes",
-    opening="<tool_call>",
-    closing="</tool_call>",
-    around=(),
-    parse=_parse_hermes,
-    before=lambda name, _: f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": ',
-    behind="}\n</tool_call>",
-)
-KIMI = CallForm(
-    name="kimi",
-    opening="<|tool_call_begin|>",
-    closing="<|tool_call_end|>",
-    around=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-    parse=_parse_kimi,
-    before=lambda name, index: (
-        f"<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:{index}{_KIMI_ARGUMENTS}"
-    ),
-    behind="<|tool_call_end|><|tool_calls_section_end|>",
-)
-FORMS: Sequence[CallForm] = (HERMES, KIMI)
+    return made_call(named[2], arguments, named[1]), False

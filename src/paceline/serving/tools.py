@@ -1,8 +1,7 @@
 """Functions that a model may call: what its prompt and its grammar say of them.
 
-How calls are written follows from the chat template: between the tags of one of the forms in `call_reader.py`, or in
-the channels of Kimi-K3, which is told when it has to call and is not forced. Templates that put XML between the tags of
-Hermes, as those of Qwen3-Coder do, are told apart by their `<function=`.
+How calls are written follows from the chat template (`call_forms.py`). Kimi-K3, which has channels, is told when it has
+to call and is not forced.
 """
 
 from __future__ import annotations
@@ -15,11 +14,10 @@ from typing import Any
 from paceline.checkpoint.tokenizer import TextTokenizer
 from paceline.engine.structured import StructuredOutput
 from paceline.errors import shown
-from paceline.serving.call_reader import FORMS, HERMES, CallForm
+from paceline.serving.call_forms import CallForm, form_of
 from paceline.serving.fields import FieldError, as_json
 from paceline.serving.protocol import ChatCompletionRequest, NamedTool, Tool
 
-_XML = "<function="
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as such models write JSON
 
 
@@ -93,21 +91,17 @@ def for_template(tools: Sequence[Tool]) -> tuple[dict[str, Any], ...]:
 
 def _known_form(tokenizer: TextTokenizer) -> CallForm:
     """How a model writes calls; one whose calls would not be found in its text is refused."""
-    template = tokenizer.chat_template or ""
-    takes_tools = "tools" in template and _XML not in template
-    form = next((form for form in FORMS if takes_tools and form.opening in template), None)
+    form = form_of(tokenizer.chat_template or "")
     if form is None:
-        obstacle = "the chat template of this model does not write calls as JSON between"
-    elif tokenizer.token_id(form.opening) in tokenizer.special_ids:
-        obstacle = "texts leave special tokens out, and this model has them for"
+        reason = "the chat template of this model does not write calls in a form that is known here"
+    elif hidden := [mark for mark in form.marks if tokenizer.token_id(mark) in tokenizer.special_ids]:
+        reason = f"texts leave special tokens out, and for this model {hidden[0]} is one"
     else:
         return form
-    tags = form or HERMES
     raise FieldError(
-        f"tools cannot be used: {obstacle} {tags.opening} and {tags.closing}, "
-        f"{'a' if form else 'or another'} form that is known here",
+        f"tools cannot be used: {reason}",
         param="tools",
-        hint='tool_choice "none", or a model such as Qwen2.5, Qwen3 or Kimi-Linear',
+        hint='tool_choice "none", or a model such as Qwen2.5, Qwen3, Llama 3 or Kimi-Linear',
     )
 
 

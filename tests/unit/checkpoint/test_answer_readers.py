@@ -51,7 +51,7 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
     return [text[start:end] for start, end in itertools.pairwise(edges)]
 
 
-TAG_PARTS = st.sampled_from(["<think>", "</think>", "<thi", "nk>", "</", "think>", "a", " ", "\n", "é<"])
+TAG_PARTS = st.sampled_from(["<think>", "</think>", "<th", "ink>", "</", "think>", "a", " ", "\n", "é<"])
 K3_PARTS = st.sampled_from(
     [
         *("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>", "think", "response", "tools", "message", "<|", "|>"),

@@ -11,7 +11,8 @@ from tests.tiny_kimi_text import write_kimi_text
 from paceline.checkpoint.answer_parts import FoundCall, PlainText, read_whole
 from paceline.checkpoint.tokenizer import TextTokenizer, open_tokenizer
 from paceline.serving.answer_form import answer_form
-from paceline.serving.call_reader import HERMES, CallReader
+from paceline.serving.call_forms import HERMES
+from paceline.serving.call_reader import CallReader
 from paceline.serving.tools import ToolUse
 
 CALLS = ToolUse(reads_calls=True, form=HERMES)

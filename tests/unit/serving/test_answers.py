@@ -24,7 +24,8 @@ from paceline.serving.answers import (
     shown_entries,
     usage_of,
 )
-from paceline.serving.call_reader import HERMES, KIMI, CallReader
+from paceline.serving.call_forms import HERMES_TAGS, KIMI_TAGS
+from paceline.serving.call_reader import CallReader
 from paceline.serving.token_texts import TokenTexts
 from paceline.trace.step import RequestTrace, StepRecord
 
@@ -207,12 +208,12 @@ def test_a_plain_answer() -> None:
     assert (choice.index, choice.finish_reason, choice.stop_reason) == (3, "stop", EOS_ID)
     assert (choice.message.content, choice.message.tool_calls, choice.logprobs) == ("hello", None, None)
     assert chat_choice(0, result(CALL), TEXTS, HIDDEN, PlainText()).message.content == CALL  # nobody asked for calls
-    assert chat_choice(0, result(""), TEXTS, HIDDEN, CallReader(HERMES)).message.content == ""
+    assert chat_choice(0, result(""), TEXTS, HIDDEN, CallReader(HERMES_TAGS)).message.content == ""
 
 
 @pytest.mark.parametrize(("reason", "told"), [("stop", "tool_calls"), ("length", "length"), ("abort", "abort")])
 def test_an_answer_with_calls(reason: str, told: str) -> None:
-    choice = chat_choice(0, result(CALL + "\n" + CALL, reason), TEXTS, HIDDEN, CallReader(HERMES))
+    choice = chat_choice(0, result(CALL + "\n" + CALL, reason), TEXTS, HIDDEN, CallReader(HERMES_TAGS))
     assert choice.finish_reason == told
     assert choice.message.content is None
     calls = choice.message.tool_calls or []
@@ -221,13 +222,13 @@ def test_an_answer_with_calls(reason: str, told: str) -> None:
 
 
 def test_text_beside_calls_stays() -> None:
-    choice = chat_choice(0, result("Let me see.\n" + CALL), TEXTS, HIDDEN, CallReader(HERMES))
+    choice = chat_choice(0, result("Let me see.\n" + CALL), TEXTS, HIDDEN, CallReader(HERMES_TAGS))
     assert choice.message.content == "Let me see.\n"
-    assert chat_choice(0, result("no call"), TEXTS, HIDDEN, CallReader(HERMES)).finish_reason == "stop"
+    assert chat_choice(0, result("no call"), TEXTS, HIDDEN, CallReader(HERMES_TAGS)).finish_reason == "stop"
 
 
 def test_a_thought_is_told_apart_and_the_targets_own_name_of_a_call_is_kept() -> None:
-    reader = ThinkTags(CallReader(KIMI), begins_inside=True)
+    reader = ThinkTags(CallReader(KIMI_TAGS), begins_inside=True)
     call = "<|tool_call_begin|>functions.f:3<|tool_call_argument_begin|>{}<|tool_call_end|>"
     choice = chat_choice(0, result(f"hm</think>{call}", "stop"), TEXTS, HIDDEN, reader)
     assert (choice.message.reasoning_content, choice.message.content) == ("hm", None)

@@ -20,13 +20,14 @@ from paceline.checkpoint.answer_parts import FoundCall
 from paceline.checkpoint.tokenizer import open_tokenizer
 from paceline.engine.grammar import GrammarCompiler
 from paceline.engine.structured import StructuredOutput
-from paceline.serving.call_reader import HERMES, KIMI, CallReader
+from paceline.serving.call_forms import HERMES_TAGS, KIMI, KIMI_TAGS, LLAMA
+from paceline.serving.call_reader import CallReader
 from paceline.serving.fields import FieldError
 from paceline.serving.protocol import ChatCompletionRequest, ChatMessage
 from paceline.serving.tools import ToolUse, tool_use
 
 Piece = str | FoundCall
-OPEN, CLOSE = HERMES.opening, HERMES.closing
+OPEN, CLOSE = HERMES_TAGS.opening, HERMES_TAGS.closing
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 
 
@@ -42,7 +43,7 @@ def joined(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def read(*pieces: str, takes_several: bool = True) -> list[Piece]:
-    reader = CallReader(HERMES, takes_several=takes_several)
+    reader = CallReader(HERMES_TAGS, takes_several=takes_several)
     found = [piece for text in pieces for piece in reader.feed(text)]
     return joined([*found, *reader.finish()])
 
@@ -112,7 +113,7 @@ def test_calls_and_what_is_none(text: str, found: list[Piece]) -> None:
 
 
 def test_white_space_within_text_behind_a_call_stays() -> None:
-    reader = CallReader(HERMES)
+    reader = CallReader(HERMES_TAGS)
     given = [call("f"), "\n", " ", "a", " ", "b", "\n"]
     assert joined([piece for text in given for piece in reader.feed(text)]) == [FoundCall("f", "{}"), "a b\n"]
 
@@ -122,7 +123,7 @@ def test_only_the_first_call_where_one_is_wanted() -> None:
 
 
 def test_plain_text_is_not_held_back() -> None:
-    reader = CallReader(HERMES)
+    reader = CallReader(HERMES_TAGS)
     assert reader.feed("a < b") == ["a < b"]
     assert reader.feed(" and <tool") == [" and "]
     assert reader.feed("box>") == ["<toolbox>"]
@@ -144,13 +145,13 @@ def test_plain_text_is_not_held_back() -> None:
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_what_cannot_be_read_or_sent_stays_text(written: str, is_cut: bool) -> None:
     text = OPEN + written + ("" if is_cut else CLOSE)
-    reader = CallReader(HERMES)
+    reader = CallReader(HERMES_TAGS)
     found = [*reader.feed(text), *reader.finish()]
     assert "".join(piece for piece in found if isinstance(piece, str)) == text
 
 
 def test_a_whole_pair_is_sent_as_its_character() -> None:
-    found = CallReader(HERMES).feed(OPEN + r'{"name": "f", "arguments": {"x": "\ud83d\ude00"}}' + CLOSE)
+    found = CallReader(HERMES_TAGS).feed(OPEN + r'{"name": "f", "arguments": {"x": "\ud83d\ude00"}}' + CLOSE)
     assert found == [FoundCall("f", '{"x": "\U0001f600"}')]
 
 
@@ -295,6 +296,16 @@ def test_what_a_grammar_allows_is_read_as_a_call() -> None:
     assert read(*text) == [FoundCall("f.1-_", '{"a": 1}')]
 
 
+LLAMA_TEMPLATE = '{{ tools | tojson }}{{ messages | tojson }}{# <|python_tag|> {"name": x, "parameters": y} #}'
+
+
+def test_a_llama_call_is_forced_as_it_is_read() -> None:
+    use = tool_use(body(tool_choice="required"), byte_level_tokenizer(LLAMA_TEMPLATE))
+    assert use.form is LLAMA and use.grammar is not None
+    begin = json.dumps('{"name": "f.1-_", "parameters": ')
+    assert str(use.grammar.value).splitlines()[1] == f'call_0: {begin} arguments_0 "}}"'
+
+
 # Calls of Kimi targets
 
 KIMI_TEMPLATE = "{{ tools | tojson }}{% if false %}<|tool_call_begin|>{% endif %}{{ messages | tojson }}"
@@ -305,7 +316,7 @@ def kimi_call(name: str, arguments: str, index: int = 0) -> str:
 
 
 def read_kimi(*pieces: str, takes_several: bool = True) -> list[Piece]:
-    reader = CallReader(KIMI, takes_several=takes_several)
+    reader = CallReader(KIMI_TAGS, takes_several=takes_several)
     found = [piece for text in pieces for piece in reader.feed(text)]
     return joined([*found, *reader.finish()])
 
