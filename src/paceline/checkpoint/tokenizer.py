@@ -8,6 +8,8 @@ user text is up to the template.
 from __future__ import annotations
 
 import contextlib
+import copy
+import datetime
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -59,6 +61,7 @@ class TextTokenizer:
         self._chat_template = chat_template
         self._renderer: ChatTemplate | None = None  # compiled at first use: jinja2 is a slow import
         self._special_tokens = dict(special_tokens)
+        self._today: datetime.date | None = None
         self.origin = origin
         added = tokenizer.get_added_tokens_decoder()
         self._added_texts = tuple(token.content for token in added.values())
@@ -83,6 +86,17 @@ class TextTokenizer:
     def chat_template(self) -> str | None:
         """The template's text, for those who have to know what it can do."""
         return self._chat_template
+
+    @property
+    def tells_the_date(self) -> bool:
+        """Whether the template asks what day it is."""
+        return "strftime_now" in (self._chat_template or "")
+
+    def dated(self, today: datetime.date) -> TextTokenizer:
+        """The same tokenizer, whose template is told that it is this day."""
+        twin = copy.copy(self)
+        twin._today = today
+        return twin
 
     @property
     def template_sha256(self) -> str | None:
@@ -176,6 +190,7 @@ class TextTokenizer:
             add_generation_prompt=add_generation_prompt,
             tools=tools,
             variables=variables,
+            today=self._today,
         )
         return RenderedChat((Segment(text, holds_tokens=True),))
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from paceline.checkpoint.tokenizer import TextTokenizer
+from paceline.configuration.run import DataSettings
 from paceline.errors import DataError, RequestError
 
 _log = logging.getLogger(__name__)
@@ -22,6 +25,26 @@ class ChatEncoder(Protocol):
     def encode_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> list[int]:
         """Messages through the target's template; at the end, if asked for, what opens the assistant's turn."""
         ...
+
+
+def chat_encoder(tokenizer: TextTokenizer, data: DataSettings) -> ChatEncoder | None:
+    """What renders and encodes a run's chats; None where the target has no template for them.
+
+    Args:
+        tokenizer: of the target.
+        data: of the run; its date is what the template is told, and without one the same chats are other data tomorrow.
+    """
+    if not tokenizer.has_chat_template:
+        return None
+    if data.template_date is not None:
+        return tokenizer.dated(data.template_date)
+    if tokenizer.tells_the_date and any(file.suffix == ".jsonl" for file in data.files):
+        _log.warning(
+            "the chat template writes today's date: on another day the same chats are other data, also for --resume; "
+            "data.template_date=%s keeps it",
+            datetime.date.today(),
+        )
+    return tokenizer
 
 
 def read_chats(path: Path, encoder: ChatEncoder) -> list[tuple[list[int], list[bool]]]:

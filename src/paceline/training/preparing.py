@@ -18,7 +18,7 @@ from paceline.models.drafters.table import Drafter
 from paceline.models.loading import LoadedTarget
 from paceline.training.attention_choice import choose_attention
 from paceline.training.batches import StepBatches
-from paceline.training.chats import ChatEncoder
+from paceline.training.chats import ChatEncoder, chat_encoder
 from paceline.training.continuing import Start, start_of
 from paceline.training.contract import drafter_contract
 from paceline.training.data import Conversations, drop_short, join, read_conversations, split_held_out
@@ -134,8 +134,7 @@ def prepare_run(run: TrainRun, target: LoadedTarget, ranks: Ranks) -> RunParts:
             hint="target.dtype=bfloat16",
         )
     ranks.require_even(run.schedule.batch_size)
-    encoder = target.tokenizer if target.tokenizer.has_chat_template else None
-    data = read_data(run, target.contract.vocab_size, encoder)
+    data = read_data(run, target.contract.vocab_size, chat_encoder(target.tokenizer, run.data))
     batches = StepBatches(run, data.train)
     contract = drafter_contract(run, target.contract)
     features = _features(run, target, contract, data, ranks)
