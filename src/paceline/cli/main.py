@@ -100,7 +100,8 @@ def _top(
 
 
 for verb in (generate, chat, serve, train, evaluate, inspect, check, parity, convert, doctor):
-    app.command()(verb)
+    # what stands behind -- is another program's, which `serve` may start
+    app.command(context_settings={"allow_extra_args": verb is serve})(verb)
 app.add_typer(capture)
 
 
