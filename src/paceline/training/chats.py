@@ -38,7 +38,7 @@ def chat_encoder(tokenizer: TextTokenizer, data: DataSettings) -> ChatEncoder | 
         return None
     if data.template_date is not None:
         return tokenizer.dated(data.template_date)
-    if tokenizer.tells_the_date and any(file.suffix == ".jsonl" for file in data.files):
+    if any(file.suffix == ".jsonl" for file in data.files) and tokenizer.tells_the_date:
         _log.warning(
             "the chat template writes today's date: on another day the same chats are other data, also for --resume; "
             "data.template_date=%s keeps it",
