@@ -163,7 +163,7 @@ def download(plan: DownloadPlan) -> Path:
         plan.folder.mkdir(parents=True, exist_ok=True)
         _write_record(plan)
     small = [_literal(file.name) for file in plan.files if not file.is_weights]
-    folder = fetch(plan.pinned, small, offline=False, folder=plan.folder) if small else None
+    folder = fetch(plan.pinned, small, offline=False, folder=plan.folder, shows_progress=False) if small else None
     weights = [file for file in plan.files if file.is_weights]
     if folder is not None:
         _refuse_foreign(plan, folder, [file.name for file in weights])
@@ -171,7 +171,7 @@ def download(plan: DownloadPlan) -> Path:
         _fetch_file(plan, file)
     if plan.folder is None:
         # nothing is left to fetch: this writes down which commit the branch stands for, so that its name is found
-        folder = fetch(plan.name, plan.patterns, offline=False)
+        folder = fetch(plan.name, plan.patterns, offline=False, shows_progress=False)
         if folder.name != plan.commit:
             raise CheckpointError(
                 f"{plan.name} moved from commit {plan.commit} to {folder.name} while it was downloaded", hint="again"

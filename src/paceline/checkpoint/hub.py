@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from paceline.errors import CapacityError, CheckpointError, ConfigError, OfflineError, PacelineError
 
@@ -73,7 +74,9 @@ def cache_folder() -> Path:
     return Path(constants.HF_HUB_CACHE)
 
 
-def fetch(name: HubName, files: Sequence[str], *, offline: bool, folder: Path | None = None) -> Path:
+def fetch(
+    name: HubName, files: Sequence[str], *, offline: bool, folder: Path | None = None, shows_progress: bool = True
+) -> Path:
     """Fetch files of a repository that are not there yet, several at a time.
 
     Args:
@@ -81,6 +84,7 @@ def fetch(name: HubName, files: Sequence[str], *, offline: bool, folder: Path | 
         files: patterns of file names.
         offline: fetch nothing, and be content with what the cache holds.
         folder: where they go; None is the cache.
+        shows_progress: on stderr, unless huggingface_hub was told otherwise.
     Returns:
         The folder that holds them.
     Raises:
@@ -98,8 +102,19 @@ def fetch(name: HubName, files: Sequence[str], *, offline: bool, folder: Path | 
                 allow_patterns=list(files),
                 local_files_only=offline,
                 local_dir=folder,
+                tqdm_class=None if shows_progress else _silent_bar(),
             )
         )
+
+
+def _silent_bar() -> type[Any]:
+    from huggingface_hub.utils import tqdm
+
+    class Silent(tqdm):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **{**options, "disable": True})
+
+    return Silent
 
 
 def missing_files(folder: Path) -> list[str]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from tests.hub_server import Hub, ask, digest_of, files_of, serve_hub
 from tests.tiny import tiny_target, wrap_target
 from tests.tiny_run import write_drafter, write_target_folder
@@ -60,6 +61,9 @@ def test_both_are_fetched_whole_and_their_folders_told(
     weights = files_of(folders[0])[SINGLE_FILE]
     assert f"sha256:{digest_of(SINGLE_FILE, weights)[:12]}  {SINGLE_FILE}" in captured.err
     assert target.name in captured.err
+    assert "Fetching" not in captured.err and f"{SINGLE_FILE}: " in captured.err, (
+        "plain lines where there is no terminal"
+    )
 
 
 def test_what_is_here_is_not_fetched_again(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,7 +189,10 @@ def test_contradictions(
 
 
 def test_what_is_on_this_machine(
-    hub: Hub, folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str], smollm2_name: str = "smollm2-135m-instruct"
+    hub: Hub,
+    folders: tuple[Path, Path],
+    capsys: pytest.CaptureFixture[str],
+    smollm2_name: str = "smollm2-135m-instruct",
 ) -> None:
     assert run(["download", *map(str, folders), smollm2_name]) == 0
     captured = capsys.readouterr()
@@ -235,6 +242,44 @@ def test_damage_is_found_by_verify(hub: Hub, capsys: pytest.CaptureFixture[str])
     assert f"1 of 4 files of some/target are not what the hub lists: {SINGLE_FILE}" in capsys.readouterr().err
 
 
+def test_an_incomplete_model_is_told_at_once(
+    hub: Hub, folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = load_file(folders[0] / SINGLE_FILE)
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "cut", {"format": "pt"})
+    hub.add("some/target", {**files_of(folders[0]), SINGLE_FILE: (tmp_path / "cut").read_bytes()})
+    assert run(["download", "some/target"]) == 1
+    captured = capsys.readouterr()
+    assert "1 missing tensors: model.norm.weight" in captured.err and captured.out == ""
+    assert run(["download", "some/target", "--offline"]) == 1
+    assert "1 missing tensors: model.norm.weight" in capsys.readouterr().err
+
+
+def test_offline_names_what_is_missing(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["download", "some/target", "--offline"]) == 1
+    assert "missing: config.json" in capsys.readouterr().err
+    assert run(["download", "some/target"]) == 0
+    folder = Path(capsys.readouterr().out.strip())
+    hub.requests.clear()
+    for trees in (True, False):  # the listing that newer versions of huggingface_hub keep, and without it
+        if not trees:
+            shutil.rmtree(folder.parents[1] / "trees")
+        (folder / SINGLE_FILE).unlink(missing_ok=True)
+        assert run(["download", "some/target", "--offline"]) == 1
+        assert f"missing: {SINGLE_FILE}" in capsys.readouterr().err
+    assert hub.requests == []
+
+
+def test_inspect_reads_all_that_a_drafter_of_the_hub_has(
+    hub: Hub, folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its mask row lies in a file that no target has."""
+    hub.add("some/drafter", {**files_of(folders[1]), "mask_embedding.pt": b"x"})
+    assert run(["inspect", "some/drafter", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["has_mask_embedding"] is True
+
+
 def test_gguf_files_are_named(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     from paceline.checkpoint.locate import locate_target
 
@@ -269,5 +314,8 @@ def test_the_environment_is_honoured_and_ctrl_c_leaves_what_is_whole(hub: Hub, t
     assert process.returncode == 130
     assert "files that are complete stay" in said and said.endswith("interrupted\n")
     blobs = list((tmp_path / "home" / "hub").glob("models--some--target/blobs/*"))
-    whole = {digest_of(name, content) for name, content in next(iter(hub.repositories["some/target"].commits.values())).items()}
+    whole = {
+        digest_of(name, content)
+        for name, content in next(iter(hub.repositories["some/target"].commits.values())).items()
+    }
     assert blobs and {blob.name for blob in blobs} <= whole, "no half of a file"
