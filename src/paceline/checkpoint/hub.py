@@ -108,11 +108,11 @@ def fetch(
 
 
 def _silent_bar() -> type[Any]:
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub.utils.tqdm import tqdm
 
-    class Silent(tqdm):  # type: ignore[misc]
+    class Silent(tqdm):
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **{**options, "disable": True})
+            super().__init__(*arguments, **{**options, "disable": True})  # type: ignore[no-untyped-call]
 
     return Silent
 

@@ -106,11 +106,11 @@ def test_files_come_by_their_patterns(hub: Hub) -> None:
 
 
 def test_no_such_repository_or_revision(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    error = refused(hub, "owner/nmae")
+    error = refused(hub, "owner/other")
     assert isinstance(error, CheckpointError) and "HF_TOKEN" in str(error)
-    assert "'owner/nmae' is no folder here, and the hub has no repository of that name" in str(error)
+    assert "'owner/other' is no folder here, and the hub has no repository of that name" in str(error)
     monkeypatch.setenv("HF_TOKEN", "mine")
-    assert isinstance(refused(hub, "owner/nmae"), CheckpointError), "404 in place of 401"
+    assert isinstance(refused(hub, "owner/other"), CheckpointError), "404 in place of 401"
     error = refused(hub, "owner/name@v9")
     assert isinstance(error, CheckpointError) and "has no revision 'v9'" in str(error)
 
