@@ -106,6 +106,7 @@ def serve_hub() -> Iterator[Hub]:
 class _Handler(BaseHTTPRequestHandler):
     held: Hub
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # headers and body are two packets, and the second waited 40 ms
 
     def log_message(self, format: str, *args: object) -> None:
         """Tests read `Hub.requests`."""

@@ -74,6 +74,12 @@ def test_what_is_here_is_known(hub: Hub, tmp_path: Path) -> None:
     assert plan_download(NAME, folder=tmp_path / "mine").num_missing_bytes == 2 + 10_000, "of another size"
 
 
+def test_what_another_revision_has_is_here(hub: Hub) -> None:
+    download(plan_download(NAME))
+    change(hub, z__txt=b"new")
+    assert plan_download(NAME).num_missing_bytes == len(b"new")
+
+
 def test_a_broken_connection_goes_on_where_it_ended(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1_000)
@@ -163,7 +169,8 @@ def test_a_drafter_may_be_a_state_dict(hub: Hub, tmp_path: Path) -> None:
 
 def test_the_cache_is_left_as_locate_leaves_it(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same files, so that neither fetches what the other does not."""
-    change(hub, x__txt=b"1", y__md=b"2", z__jinja=b"3", mask_embedding__pt=b"4", tokenizer__model=b"5")
+    files = {"x__txt": b"1", "y__md": b"2", "z__jinja": b"3", "tokenizer__model": b"5", "optimizer__bin": b"6"}
+    change(hub, mask_embedding__pt=b"4", **files)
     path = download(plan_download(NAME))
     ours = {file.name for file in path.iterdir()}
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "other"))
@@ -193,6 +200,13 @@ def test_a_branch_that_moves_meanwhile_is_told(hub: Hub) -> None:
     assert download(pinned).name == plan.commit
 
 
+def test_a_folder_gets_the_commit_that_was_planned(hub: Hub, tmp_path: Path) -> None:
+    plan = plan_download(NAME, folder=tmp_path / "mine")
+    change(hub, weights=WEIGHTS[::-1], config=changed_config(vocab_size=65))
+    path = download(plan)
+    assert (path / "model.safetensors").read_bytes() == WEIGHTS and (path / "config.json").read_bytes() == CONFIG
+
+
 def test_digests(hub: Hub) -> None:
     plan = plan_download(NAME)
     path = download(plan)
@@ -210,9 +224,10 @@ def test_digests(hub: Hub) -> None:
     require_digests(plan, path)
 
 
-def test_names_that_look_like_patterns(hub: Hub) -> None:
+def test_names_that_look_like_patterns(hub: Hub, tmp_path: Path) -> None:
     change(hub, **{"a[1]?__json": b"{}"})
-    assert (download(plan_download(NAME)) / "a[1]?.json").read_bytes() == b"{}"
+    for folder in (None, tmp_path / "mine"):
+        assert (download(plan_download(NAME, folder=folder)) / "a[1]?.json").read_bytes() == b"{}"
 
 
 def test_what_other_verbs_take(tmp_path: Path) -> None:
