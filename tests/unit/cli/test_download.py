@@ -310,11 +310,18 @@ def test_the_environment_is_honoured_and_ctrl_c_leaves_what_is_whole(hub: Hub, t
     hub.stall = threading.Event()
     command = [sys.executable, "-m", "paceline", "download", "some/target"]
     with subprocess.Popen(
-        command, env=environment(hub, tmp_path, HF_TOKEN="secret"), stderr=subprocess.PIPE, text=True
+        command,
+        env=environment(hub, tmp_path, HF_TOKEN="secret"),
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # it may be ignored where tests run unwatched
     ) as process:
-        assert hub.stalled.wait(60)
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=30)
+        try:
+            assert hub.stalled.wait(60)
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=30)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert "files that are complete stay" in said and said.endswith("interrupted\n")
     blobs = list((tmp_path / "home" / "hub").glob("models--some--target/blobs/*"))
