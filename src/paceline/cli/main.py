@@ -19,6 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from paceline import __version__
+from paceline.cli.bench import bench
 from paceline.cli.capture import app as capture
 from paceline.cli.chat import chat
 from paceline.cli.check import check
@@ -100,7 +101,7 @@ def _top(
     """Block-drafting speculative decoding: train, check and serve drafters that ride on a target's hidden states."""
 
 
-for verb in (generate, chat, serve, train, evaluate, inspect, check, parity, convert, download, doctor):
+for verb in (generate, chat, serve, train, evaluate, bench, inspect, check, parity, convert, download, doctor):
     # what stands behind -- is another program's, which `serve` may start
     app.command(context_settings={"allow_extra_args": verb is serve})(verb)
 app.add_typer(capture)

@@ -7,7 +7,7 @@
 | `PACELINE_DEBUG` | on (1) shows tracebacks, like `--debug`, and makes engines check their invariants | off (0) |
 | `PACELINE_NUM_THREADS` | CPU threads of tensor operations, like `--threads` | torch's choice |
 | `PACELINE_DEPENDENT_LAUNCH` | on (1), off (0), or a rule: kernels of a GPU begin before the one ahead has ended | on |
-| `PACELINE_API_KEY` | clients of `paceline serve` need it, as with `--api-key`, which every process can read | none |
+| `PACELINE_API_KEY` | clients of `paceline serve` need it, and `bench` sends it; others can read `--api-key` | none |
 | `NO_COLOR` | anything but empty turns colours off (a convention that many programs share) | unset |
 
 The rules of dependent launch, which are there to be compared, are at-once, after-wait, mixed and late.
