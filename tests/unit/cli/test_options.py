@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from paceline.cli import options
 from paceline.cli.main import app
+from paceline.configuration.bench import BenchRun
 from paceline.configuration.capture import CapturePromptsRun
 from paceline.configuration.chat import ChatRun
 from paceline.configuration.generation import EvaluateRun, GenerateRun
@@ -23,6 +24,7 @@ VERBS: list[tuple[str, type[BaseModel], set[str]]] = [
     ("chat", ChatRun, set()),
     ("serve", ServeRun, set()),
     ("evaluate", EvaluateRun, {"output", "calibrate"}),
+    ("bench", BenchRun, {"model_name"}),
     ("capture prompts", CapturePromptsRun, {"workers"}),
 ]
 
