@@ -158,14 +158,8 @@ def generate(
             rich_help_panel=options.OUTPUT,
         ),
     ] = None,
-    trace_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Append a record of every step to this .jsonl file, one answer a line.",
-            rich_help_panel=options.OUTPUT,
-        ),
-    ] = None,
+    trace_file: options.TraceFile = None,
+    trace_details: options.TraceDetails = False,
     as_json: options.Json = False,
     config: options.ConfigFile = None,
     set_values: options.SetValues = None,
@@ -200,7 +194,7 @@ def generate(
     models = load_models(run, environment)
     shows_trace = run.trace if run.trace is not None else sys.stderr.isatty() and session.verbosity >= 0
     view = View(as_json=as_json, trace=shows_trace and not as_json, color=session.color)
-    raise typer.Exit(_run_all(run, models, prompts, view))
+    raise typer.Exit(_run_all(run, models, prompts, view, [prompt_file] if prompt_file is not None else []))
 
 
 def _refuse_copies() -> None:
@@ -259,14 +253,16 @@ def _read_stdin() -> str:
         raise DataError(f"the prompt on stdin is not {error.encoding}: {error.reason}", hint="text in UTF-8") from error
 
 
-def _run_all(run: GenerateRun, models: Models, prompts: Sequence[Prompt], view: View) -> int:
+def _run_all(
+    run: GenerateRun, models: Models, prompts: Sequence[Prompt], view: View, prompt_files: Sequence[Path] = ()
+) -> int:
     from paceline.cli import generate_report as report
     from paceline.cli.running import answer_sampling_of, make_engine
+    from paceline.cli.trace_file import TraceFile
     from paceline.engine.request import check_prompt
     from paceline.evaluation.lossless import compare_ids
     from paceline.evaluation.prompts import encode_prompt
     from paceline.log import get_logger
-    from paceline.trace.writer import TraceWriter
 
     sampling = answer_sampling_of(run)
     if run.logprobs is not None and not view.as_json:
@@ -284,7 +280,7 @@ def _run_all(run: GenerateRun, models: Models, prompts: Sequence[Prompt], view: 
     sampling = replace(sampling, n=1)
     outcomes: list[report.Outcome] = []
     interrupted, failure = False, None
-    writer = TraceWriter(run.trace_file) if run.trace_file is not None else None
+    writer = None if run.trace_file is None else TraceFile(run.trace_file, run, models, prompt_files)
     try:
         if plain_engine is not None:
             _warm_up([engine, plain_engine], encoded[0], run)
@@ -298,7 +294,7 @@ def _run_all(run: GenerateRun, models: Models, prompts: Sequence[Prompt], view: 
             outcome = report.Outcome(prompt, result, sampling.seed, sample_index)
             outcomes.append(outcome)
             if writer is not None:
-                writer.write(result.trace)
+                writer.write(result, prompt, sample_index=sample_index, seed=sampling.seed)
             if result.finish_reason == "error":
                 failure = _failure(outcome, models)
                 break
@@ -308,6 +304,8 @@ def _run_all(run: GenerateRun, models: Models, prompts: Sequence[Prompt], view: 
             report.show_result(outcome, models, view)
             if plain_engine is not None:
                 outcome.plain = _stream(plain_engine, ids, sampling, write=False)
+                if writer is not None:  # what the others' times are held against
+                    writer.write(outcome.plain, prompt, sample_index=sample_index, seed=sampling.seed)
                 if outcome.plain.finish_reason == "abort":
                     interrupted = True
                     break

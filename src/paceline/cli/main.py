@@ -31,6 +31,7 @@ from paceline.cli.generate import generate
 from paceline.cli.inspect import inspect
 from paceline.cli.options import Session
 from paceline.cli.parity import parity
+from paceline.cli.report import report
 from paceline.cli.serve import serve
 from paceline.cli.train import train
 from paceline.errors import EXIT_FAILED, EXIT_INTERRUPTED, PacelineError
@@ -101,7 +102,7 @@ def _top(
     """Block-drafting speculative decoding: train, check and serve drafters that ride on a target's hidden states."""
 
 
-for verb in (generate, chat, serve, train, evaluate, bench, inspect, check, parity, convert, download, doctor):
+for verb in (generate, chat, serve, train, evaluate, bench, report, inspect, check, parity, convert, download, doctor):
     # what stands behind -- is another program's, which `serve` may start
     app.command(context_settings={"allow_extra_args": verb is serve})(verb)
 app.add_typer(capture)

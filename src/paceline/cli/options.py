@@ -151,6 +151,22 @@ DryRun = Annotated[
     typer.Option("--dry-run", help="Show the resolved settings; load and write nothing.", rich_help_panel=SETTINGS),
 ]
 
+TraceFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Append a record of every step to this .jsonl file, one answer a line.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+TraceDetails = Annotated[
+    bool,
+    typer.Option(
+        "--trace-details",
+        help="Records hold probabilities and times as well; steps take longer.",
+        rich_help_panel=OUTPUT,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.", rich_help_panel=OUTPUT)]
 NoColor = Annotated[bool, typer.Option("--no-color", help="No colours (as NO_COLOR).", rich_help_panel=OUTPUT)]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.", rich_help_panel=OUTPUT)]

@@ -101,6 +101,7 @@ def make_engine(
     """
     from dataclasses import replace
 
+    from paceline.configuration.generation import TracedRun
     from paceline.engine.engine import Engine
     from paceline.engine.settings import DEFAULT_MAX_MODEL_LEN
 
@@ -111,6 +112,7 @@ def make_engine(
         draft_settings_of(run, drafter),
         max_num_seqs=max_num_seqs,
         max_model_len=run.max_model_len or min(limit, max(wanted, DEFAULT_MAX_MODEL_LEN)),
+        trace_details=isinstance(run, TracedRun) and run.trace_details,
     )
     return Engine(models.target, drafter, settings)
 
