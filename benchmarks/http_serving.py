@@ -29,22 +29,23 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import statistics
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx2
 import numpy as np
 from benchmarks.command_line import PROMPTS, make_parser, positive, report, run, say
 from benchmarks.paired_speeds import bootstrap_median
 from benchmarks.prompt_sets import NamedFile, read_set
 from benchmarks.results import Row, text_table
 
+from paceline.benching.load import run_load
+from paceline.benching.records import AnswerRecord, Question
+from paceline.benching.server_setup import ServerOptions, ServerSetUp
 from paceline.errors import EXIT_DONE, DataError
+from paceline.evaluation.prompts import Prompt
 
 NAME = "http-serving"
 _NUM_WARM_UP_TOKENS = 12
@@ -162,58 +163,38 @@ def measure(
 
 
 def ask_all(url: str, prompts: Sequence[Sequence[int]], max_tokens: int, concurrency: int, is_streamed: bool) -> Loop:
-    """One closed loop."""
-
-    async def run_loop() -> Loop:
-        answers: list[Answer | None] = [None] * len(prompts)
-        waiting = iter(enumerate(prompts))
-        limits = httpx2.Limits(max_connections=concurrency)
-        async with httpx2.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
-
-            async def ask_in_turn() -> None:
-                for index, prompt in waiting:
-                    answers[index] = await ask(client, prompt, max_tokens, is_streamed)
-
-            started_s = time.perf_counter()
-            await asyncio.gather(*(ask_in_turn() for _ in range(concurrency)))
-            return Loop([answer for answer in answers if answer is not None], time.perf_counter() - started_s)
-
-    return asyncio.run(run_loop())
-
-
-async def ask(client: httpx2.AsyncClient, prompt: Sequence[int], max_tokens: int, is_streamed: bool) -> Answer:
-    """One request.
+    """One closed loop, over the load generator and the client of `paceline bench`.
 
     Raises:
-        DataError: the server refuses it, or gives another number of tokens.
+        DataError: the server refuses a request, or gives another number of tokens.
+        ServerError: it is out of reach.
     """
-    body: dict[str, object] = {
-        "prompt": list(prompt),
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": is_streamed,
-    }
-    if is_streamed:
-        body["stream_options"] = {"include_usage": True}
-    started_s, first_s, num_tokens = time.perf_counter(), None, 0
-    async with client.stream("POST", "/v1/completions", json=body) as response:
-        if response.status_code != 200:
-            said = (await response.aread()).decode(errors="replace")[:300]
-            raise DataError(f"{client.base_url} answers with status {response.status_code}: {said}")
-        if not is_streamed:
-            num_tokens = json.loads(await response.aread())["usage"]["completion_tokens"]
-        else:
-            async for line in response.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                chunk = json.loads(line.removeprefix("data: "))
-                if first_s is None and chunk["choices"]:
-                    first_s = time.perf_counter() - started_s
-                num_tokens = (chunk.get("usage") or {}).get("completion_tokens", num_tokens)
-    if num_tokens != max_tokens:
-        raise DataError(f"{client.base_url} gave {num_tokens} tokens where {max_tokens} were asked for")
-    return Answer(num_tokens, time.perf_counter() - started_s, first_s)
+    options = ServerOptions(
+        sampling={"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}, is_streamed=is_streamed
+    )
+    questions = [Question(index, Prompt(str(index), token_ids=tuple(ids))) for index, ids in enumerate(prompts)]
+    records: list[AnswerRecord] = []
+
+    async def run_loop() -> float:
+        setup = ServerSetUp(url, url, None, options)
+
+        async def ask(question: Question) -> AnswerRecord:
+            record = await setup.ask(question)
+            if record.error is not None:
+                raise DataError(f"{url}: {record.error}")
+            if record.num_tokens != max_tokens:
+                raise DataError(f"{url} gave {record.num_tokens} tokens where {max_tokens} were asked for")
+            return record
+
+        try:
+            await setup.prepare()
+            return await run_load(questions, ask, records, concurrency=concurrency)
+        finally:
+            await setup.close()
+
+    total_s = asyncio.run(run_loop())
+    records.sort(key=lambda record: record.index)
+    return Loop([Answer(max_tokens, record.total_s, record.first_s) for record in records], total_s)
 
 
 def speed_of(loops: Sequence[Loop]) -> float:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from paceline.evaluation import statistics
 from paceline.trace.acceptance import AcceptanceSummary
 from paceline.trace.step import StepRecord
 
@@ -103,10 +104,8 @@ def bootstrap_median(
     values: Sequence[float], *, num_resamples: int = NUM_RESAMPLES, seed: int = 0
 ) -> tuple[float, float]:
     """95 % percentile bootstrap interval of a median over prompts."""
-    array = np.asarray(values, dtype=np.float64)
-    indices = np.random.default_rng(seed).integers(0, len(array), (num_resamples, len(array)))
-    low, high = np.quantile(np.median(array[indices], axis=1), [0.025, 0.975])
-    return float(low), float(high)
+    found = statistics.bootstrap_median(values, num_resamples=num_resamples, seed=seed)
+    return found.low, found.high
 
 
 def num_same_ids(runs: Runs, reference: Runs) -> int:

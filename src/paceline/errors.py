@@ -11,6 +11,7 @@ PacelineError
 │   └── QueueFullError    as many requests wait as may wait; later it may fit     exit 1, HTTP 429
 ├── NumericError          NaN or infinity where a number was needed               exit 1, HTTP 500
 ├── OfflineError          something would have to be downloaded                   exit 1, HTTP 503
+├── ServerError           a server that is measured is out of reach or refuses    exit 1, HTTP 502
 ├── EngineClosedError     an engine was asked for something after its end         exit 1, HTTP 503
 │   └── EngineDeadError   its steps kept failing; the cause is chained            exit 1, HTTP 503
 ├── MissingExtraError     an optional dependency is not installed                 exit 1, HTTP 500
@@ -128,6 +129,12 @@ class OfflineError(PacelineError):
     """Going on would need the network, which is off or out of reach."""
 
     http_status = 503
+
+
+class ServerError(PacelineError):
+    """Another server, which this program asks as a client, cannot be reached, refuses, or does not keep to the API."""
+
+    http_status = 502
 
 
 class EngineClosedError(PacelineError):

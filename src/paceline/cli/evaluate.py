@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from pathlib import Path
@@ -93,7 +92,9 @@ def evaluate(
         _check_output(output)
     if calibrate:
         _check_calibrates(run)
-    sets = [(path.stem, _read_prompts(run, path)) for path in run.prompts]
+    from paceline.cli.prompt_files import read_unlearnt_prompts
+
+    sets = [(path.stem, read_unlearnt_prompts(path, [run.draft_model], limit=run.num_prompts)) for path in run.prompts]
     if dry_run:
         counts = {name: len(rows) for name, rows in sets}
         options.show_settings(run, as_json=as_json, extra={"num_prompts": counts})
@@ -121,24 +122,6 @@ def evaluate(
         options.print_json(report)
     else:
         _print_tables(results)
-
-
-def _read_prompts(run: EvaluateRun, path: Path) -> list[Prompt]:
-    """A prompt set, without what the drafter has learnt as far as its folder says so."""
-    from paceline.checkpoint.locate import locate_drafter
-    from paceline.checkpoint.training_record import num_held_out
-    from paceline.errors import PacelineError
-    from paceline.evaluation.prompts import file_sha256, read_prompts
-    from paceline.log import get_logger
-
-    held_out, folder = None, None
-    with contextlib.suppress(PacelineError):  # loading says what is wrong with it, or fetches it
-        folder = locate_drafter(run.draft_model, offline=True)
-    if folder is not None and path.is_file():
-        held_out = num_held_out(folder, file_sha256(path))
-    if held_out is not None and path.suffix != ".npz":
-        get_logger(__name__).warning("%s was trained on %s: what is measured on it may have been learnt", folder, path)
-    return read_prompts(path, limit=run.num_prompts, num_held_out=held_out)
 
 
 def _check_output(output: Path) -> None:

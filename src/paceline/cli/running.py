@@ -31,9 +31,8 @@ def load_models(run: ModelSettings, environment: Environment) -> Models:
     Raises:
         PacelineError: a model cannot be found, read or combined.
     """
-    from paceline.errors import ConfigError
     from paceline.log import get_logger
-    from paceline.models.loading import load_drafter, load_target
+    from paceline.models.loading import load_target
 
     log = get_logger(__name__)
     set_threads(run.threads, environment)
@@ -43,7 +42,28 @@ def load_models(run: ModelSettings, environment: Environment) -> Models:
     )
     if run.draft_model is None:
         return Models(target, None)
-    log.info("loading drafter %s", run.draft_model)
+    return Models(target, load_other_drafter(run, run.draft_model, target, environment))
+
+
+def load_other_drafter(
+    run: ModelSettings, draft_model: str, target: LoadedTarget, environment: Environment
+) -> LoadedDrafter:
+    """Load a drafter for a target that is loaded already, and check that the two fit.
+
+    Args:
+        run: the other settings.
+        draft_model: drafter folder or hub name.
+        target: that it shall draft for.
+        environment: what the process environment asks for.
+
+    Raises:
+        PacelineError: it cannot be found, read or combined with the target.
+    """
+    from paceline.errors import ConfigError
+    from paceline.log import get_logger
+    from paceline.models.loading import load_drafter
+
+    get_logger(__name__).info("loading drafter %s", draft_model)
     stream = environment.aux_hidden_stream
     if stream is not None and stream not in target.contract.aux_hidden_streams:
         raise ConfigError(
@@ -52,14 +72,13 @@ def load_models(run: ModelSettings, environment: Environment) -> Models:
             origin={"PACELINE_AUX_HIDDEN_STREAM": "environment", "target": target.contract.origin},
             hint="unset PACELINE_AUX_HIDDEN_STREAM",
         )
-    drafter = load_drafter(
-        run.draft_model,
+    return load_drafter(
+        draft_model,
         target,
         num_draft_tokens=run.spec_tokens,
         offline=run.offline,
         aux_hidden_stream=stream,
     )
-    return Models(target, drafter)
 
 
 def make_engine(

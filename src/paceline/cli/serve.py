@@ -42,6 +42,12 @@ def serve(
     linear_mode: options.LinearMode = None,
     threads: options.Threads = None,
     offline: options.Offline = False,
+    engine: Annotated[
+        str | None, typer.Option(metavar="paceline|vllm", help="Who serves.", rich_help_panel=SERVER)
+    ] = None,
+    engine_command: Annotated[
+        str | None, typer.Option(metavar="PROGRAM", help="vLLM's program; vllm.", rich_help_panel=SERVER)
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.", rich_help_panel=SERVER)] = None,
     port: Annotated[
         int | None, typer.Option(help="Port, 8000 by default; 0 takes any that is free.", rich_help_panel=SERVER)
@@ -94,6 +100,10 @@ def serve(
         str | None,
         typer.Option(metavar="none|summary|detailed", help="What answers tell of drafting.", rich_help_panel=SERVER),
     ] = None,
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(metavar="auto|none", help="Tell thoughts from what is said, or not.", rich_help_panel=SERVER),
+    ] = None,
     generation_config: Annotated[
         str | None,
         typer.Option(metavar="auto|none", help="Sampling that the target's makers advise.", rich_help_panel=SERVER),
@@ -107,7 +117,10 @@ def serve(
     verbose: options.Verbose = 0,
     quiet: options.Quiet = 0,
 ) -> None:
-    """Serve a target, faster with a drafter, to clients of the OpenAI API."""
+    """Serve a target, faster with a drafter, to clients of the OpenAI API.
+
+    With --engine vllm the drafter is checked and vLLM is started; what follows -- is its own.
+    """
     session, environment = options.begin(context, debug=debug, no_color=no_color, verbose=verbose, quiet=quiet)
     from paceline.configuration.load import load_settings
     from paceline.configuration.serving import ServeRun
@@ -116,6 +129,13 @@ def serve(
     if environment.api_key:
         flags.setdefault("api_keys", (environment.api_key,))
     run = load_settings(ServeRun, config, set_values or (), flags)
+    if run.engine == "vllm":
+        from paceline.cli.serve_vllm import serve_by_vllm
+
+        serve_by_vllm(run, context.args, dry_run=dry_run, as_json=as_json)
+        return
+    if context.args:
+        raise ConfigError(f"what is {' '.join(context.args)!r}?", hint="--engine vllm, which takes further arguments")
     if dry_run:
         hidden = run.model_copy(update={"api_keys": ("(set)",) * len(run.api_keys)})
         options.show_settings(hidden, as_json=as_json)
@@ -286,6 +306,7 @@ def _served_model(run: ServeRun, models: Models, engine: Engine) -> ServedModel:
         num_draft_tokens=0 if drafter is None else drafter.num_draft_tokens,
         defaults=defaults,
         facts=_facts(run, models),
+        tells_reasoning=run.reasoning_parser == "auto",
     )
 
 

@@ -29,6 +29,7 @@ from paceline.configuration.fields import (
     Settings,
     Share,
     StopText,
+    Threads,
 )
 
 VerifyMethod = Literal["standard", "block", "match", "coupled"]
@@ -82,7 +83,9 @@ class ModelSettings(Settings):
         "auto",
         description="arithmetic of matrix products; row_invariant makes a row's bits independent of the batch",
     )
-    threads: Annotated[Count | None, OrNone] = Field(None, description="CPU threads; unset leaves the choice to torch")
+    threads: Annotated[Threads | None, OrNone] = Field(
+        None, description="CPU threads; unset leaves the choice to torch"
+    )
     offline: Flag = Field(False, description="never touch the network; a missing file is an error")
 
     @model_validator(mode="after")

@@ -1,6 +1,6 @@
 """Intervals and paired tests. The unit is the prompt: tokens and steps of one prompt are not independent.
 
-    bootstrap      resample prompts with replacement; percentiles of a mean, or of a ratio of sums
+    bootstrap      resample prompts with replacement; percentiles of a mean, of a median, or of a ratio of sums
     sign test      2 * P(wins or more of n fair coins), capped at 1; ties are dropped and reported
     Wilcoxon       signed ranks, exact null distribution over all sign patterns, two-sided, zeros dropped; equal
                    magnitudes share their mean rank
@@ -82,6 +82,36 @@ def bootstrap_mean(
         DataError: no values, or a value that is not finite.
     """
     return bootstrap_ratio(values, [1.0] * len(values), confidence=confidence, num_resamples=num_resamples, seed=seed)
+
+
+def bootstrap_median(
+    values: Sequence[float], *, confidence: float = 0.95, num_resamples: int = NUM_RESAMPLES, seed: int = 0
+) -> Interval:
+    """Percentile bootstrap of a median.
+
+    Args:
+        values: one per prompt.
+        confidence: coverage in (0, 1).
+        num_resamples: bootstrap samples.
+        seed: of the resampling; equal seeds give equal intervals.
+
+    Raises:
+        DataError: no values, or a value that is not finite.
+    """
+    array = _finite(values, "values")
+    if not 0 < confidence < 1:
+        raise DataError(f"confidence {confidence} is not between 0 and 1")
+    generator = np.random.default_rng(seed)
+    medians: list[NDArray[np.float64]] = []
+    rows_left = num_resamples
+    while rows_left > 0:
+        num_rows = min(rows_left, max(1, _BLOCK // len(array)))
+        indices = generator.integers(0, len(array), (num_rows, len(array)))
+        medians.append(np.median(array[indices], axis=1))
+        rows_left -= num_rows
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(np.concatenate(medians), [tail, 1 - tail])
+    return Interval(float(np.median(array)), float(low), float(high), confidence, len(array))
 
 
 def bootstrap_ratio(

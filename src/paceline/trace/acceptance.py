@@ -14,10 +14,12 @@ Over the N steps that verified at least one draft (d >= 1), with a = drafts kept
                                                         or the budget cut off
 
 vLLM and SGLang use the same words for the first two; vLLM divides per-position counts by N even where depths differ.
+`AcceptanceSummary` counts steps, `DraftTotals` adds up what somebody else has counted, such as a server.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -131,6 +133,86 @@ def count_positions(steps: Sequence[tuple[int, int]]) -> PositionCounts:
         tuple(sum(drafts > j for drafts, _ in steps) for j in range(depth)),
         tuple(sum(accepted >= j and drafts > j for drafts, accepted in steps) for j in range(depth)),
     )
+
+
+@dataclass(frozen=True)
+class DraftTotals:
+    """Counts over steps with drafts, as answers, counters of a server and traces alike can give them.
+
+    Attributes:
+        num_steps: N.
+        num_draft_tokens: sum(d).
+        num_accepted: sum(a).
+        kept: kept[j] steps kept the draft at position j.
+        drafted: drafted[j] steps had a draft there; None where nobody tells, and then N stands in for each of them.
+    """
+
+    num_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted: int = 0
+    kept: tuple[int, ...] = ()
+    drafted: tuple[int, ...] | None = ()
+
+    @classmethod
+    def from_steps(cls, steps: Iterable[tuple[int, int]]) -> DraftTotals:
+        """Count over (drafts, accepted) of each step; steps without drafts are left out."""
+        found = [step for step in steps if step[0] >= 1]
+        positions = count_positions(found)
+        return cls(
+            num_steps=len(found),
+            num_draft_tokens=sum(drafts for drafts, _ in found),
+            num_accepted=sum(accepted for _, accepted in found),
+            kept=positions.kept,
+            drafted=positions.had_draft,
+        )
+
+    @classmethod
+    def from_histogram(cls, histogram: Sequence[int], *, num_draft_tokens: int) -> DraftTotals:
+        """Count from a histogram alone: histogram[i] steps kept exactly i drafts."""
+        return cls(
+            num_steps=sum(histogram),
+            num_draft_tokens=num_draft_tokens,
+            num_accepted=sum(depth * count for depth, count in enumerate(histogram)),
+            kept=tuple(sum(histogram[j + 1 :]) for j in range(len(histogram) - 1)),
+            drafted=None,
+        )
+
+    def __add__(self, other: DraftTotals) -> DraftTotals:
+        drafted = None
+        if self.drafted is not None and other.drafted is not None:
+            drafted = _added(self.drafted, other.drafted)
+        return DraftTotals(
+            self.num_steps + other.num_steps,
+            self.num_draft_tokens + other.num_draft_tokens,
+            self.num_accepted + other.num_accepted,
+            _added(self.kept, other.kept),
+            drafted,
+        )
+
+    @property
+    def acceptance_length(self) -> float:
+        """As of a summary; NaN without a step."""
+        return 1.0 + _ratio(self.num_accepted, self.num_steps)
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """As of a summary; NaN without a draft."""
+        return _ratio(self.num_accepted, self.num_draft_tokens)
+
+    @property
+    def per_position(self) -> tuple[float, ...]:
+        """As of a summary where `drafted` is known; else shares of all steps, as vLLM has them."""
+        had_draft = self.drafted if self.drafted is not None else (self.num_steps,) * len(self.kept)
+        return tuple(map(_ratio, self.kept, had_draft))
+
+    def to_dict(self) -> dict[str, object]:
+        """Give counts and rates as plain JSON values; NaN becomes None."""
+        rates = {name: getattr(self, name) for name in ("acceptance_length", "draft_acceptance_rate", "per_position")}
+        return {name: _plain(value) for name, value in (asdict(self) | rates).items()}
+
+
+def _added(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in itertools.zip_longest(first, second, fillvalue=0))
 
 
 def _ratio(numerator: int, denominator: int) -> float:

@@ -10,9 +10,11 @@ from pydantic import BaseModel
 
 from paceline.cli import options
 from paceline.cli.main import app
+from paceline.configuration.bench import BenchRun
 from paceline.configuration.capture import CapturePromptsRun
 from paceline.configuration.chat import ChatRun
 from paceline.configuration.generation import EvaluateRun, GenerateRun
+from paceline.configuration.load import load_settings
 from paceline.configuration.serving import ServeRun
 from paceline.errors import ConfigError
 
@@ -22,6 +24,7 @@ VERBS: list[tuple[str, type[BaseModel], set[str]]] = [
     ("chat", ChatRun, set()),
     ("serve", ServeRun, set()),
     ("evaluate", EvaluateRun, {"output", "calibrate"}),
+    ("bench", BenchRun, {"model_name"}),
     ("capture prompts", CapturePromptsRun, {"workers"}),
 ]
 
@@ -91,3 +94,8 @@ def test_what_was_given_is_there_as_a_file_would_have_it() -> None:
 def test_a_bias_of_another_form() -> None:
     with pytest.raises(ConfigError, match="not of the form ID=BIAS"):
         asked("generate", GenerateRun, "--logit-bias", "4:2")
+
+
+def test_no_more_threads_than_torch_can_start() -> None:
+    with pytest.raises(ConfigError, match="threads: input should be less than or equal to 4096"):
+        load_settings(GenerateRun, None, (), {"model": "m", "threads": 100_000})

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from paceline.errors import DataError
 from paceline.evaluation.statistics import (
     bootstrap_mean,
+    bootstrap_median,
     bootstrap_quotient,
     bootstrap_ratio,
     compare_pairs,
@@ -179,3 +180,31 @@ def test_groups_keep_their_size_in_every_resample() -> None:
 def test_quotients_that_mean_nothing(after: list[Any], before: list[Any], problem: str) -> None:
     with pytest.raises(DataError, match=problem):
         bootstrap_quotient(after, before)
+
+
+def test_the_interval_of_a_median() -> None:
+    found = bootstrap_median([1.0, 2.0, 3.0, 4.0, 100.0])
+    assert (found.estimate, found.num_units, found.confidence) == (3.0, 5, 0.95)
+    assert (found.low, found.high) == (1.0, 100.0)  # of five, the ends of the sample are within 95 %
+    assert bootstrap_median([2.0]).low == bootstrap_median([2.0]).high == 2.0
+    with pytest.raises(DataError, match="empty"):
+        bootstrap_median([])
+    with pytest.raises(DataError, match="confidence"):
+        bootstrap_median([1.0], confidence=1.0)
+
+
+def test_the_interval_of_a_median_covers_as_often_as_it_says() -> None:
+    generator = np.random.default_rng(5)
+    covered = 0
+    for index in range(300):
+        sample = generator.exponential(1.0, 40)
+        found = bootstrap_median(list(sample), num_resamples=400, seed=index)
+        covered += found.low <= math.log(2) <= found.high
+    assert 0.91 <= covered / 300 <= 0.985
+
+
+def test_medians_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = list(np.random.default_rng(0).normal(size=20))
+    whole = bootstrap_median(values)
+    monkeypatch.setattr("paceline.evaluation.statistics._BLOCK", 500)
+    assert bootstrap_median(values) == whole

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.trace.acceptance import AcceptanceSummary
+from paceline.trace.acceptance import AcceptanceSummary, DraftTotals
 from paceline.trace.step import StepRecord
 
 
@@ -134,3 +134,37 @@ def test_identities_at_any_depth(steps: list[tuple[int, int]]) -> None:
 
 def test_counts_and_records_agree() -> None:
     assert AcceptanceSummary.from_counts([(3, 2, 2, 3), (0, 0, 0, 1)]) == summarise([3, 0], [2, 0])
+
+
+STEPS = st.lists(st.integers(0, 7).flatmap(lambda d: st.tuples(st.just(d), st.integers(0, d))), max_size=30)
+
+
+@given(STEPS, STEPS)
+def test_totals_are_those_of_a_summary_and_add_up(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> None:
+    summary = summarise([d for d, _ in first + second], [a for _, a in first + second])
+    totals = DraftTotals.from_steps(first) + DraftTotals.from_steps(second)
+    assert totals == DraftTotals.from_steps(first + second)
+    assert (totals.num_steps, totals.num_draft_tokens) == (summary.num_steps, summary.num_draft_tokens)
+    for name in ("acceptance_length", "draft_acceptance_rate", "per_position"):
+        assert getattr(totals, name) == pytest.approx(getattr(summary, name), nan_ok=True)
+    json.dumps(totals.to_dict(), allow_nan=False)
+
+
+@given(STEPS)
+def test_a_histogram_tells_the_same_but_for_the_depths(steps: list[tuple[int, int]]) -> None:
+    summary = summarise([d for d, _ in steps], [a for _, a in steps])
+    totals = DraftTotals.from_histogram(summary.histogram, num_draft_tokens=summary.num_draft_tokens)
+    assert totals.num_accepted == summary.num_accepted and totals.drafted is None
+    assert totals.kept == DraftTotals.from_steps(steps).kept
+    assert totals.acceptance_length == pytest.approx(summary.acceptance_length, nan_ok=True)
+
+
+def test_without_depths_positions_are_shares_of_all_steps() -> None:
+    # drafts 3, 1, 1 of which 2, 1, 0 were kept
+    known = DraftTotals.from_steps([(3, 2), (1, 1), (1, 0)])
+    assert known.per_position == (2 / 3, 1.0, 0.0)
+    untold = DraftTotals.from_histogram([1, 1, 1, 0], num_draft_tokens=5)
+    assert untold.per_position == (2 / 3, 1 / 3, 0.0)
+    assert (known + untold).drafted is None and (known + untold).kept == (4, 2, 0)
+    assert DraftTotals() + known == known
+    assert DraftTotals().to_dict()["acceptance_length"] is None
