@@ -6,7 +6,6 @@ What a file is stands in it, not in its name. Nothing is guessed of a file that 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from paceline.trace.reader import read_answers
 METRICS_FILE = "metrics.jsonl"
 BENCH_FORMAT = "paceline-bench-1"
 _HINT = "a trace file, the folder of a training run, or a result of `evaluate --json` or `bench`"
+_LARGEST = 1e18
 _ROW_KINDS = ("train", "evaluate")
 
 
@@ -208,10 +208,10 @@ def _few(values: Mapping[str, Any]) -> str:
 
 
 def is_number(value: object) -> bool:
-    """Whether a JSON value is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether a JSON value is a number that can be added up and drawn."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
 
 def number(value: object) -> float | None:
-    """A finite number, or None for anything else."""
+    """A number that can be added up and drawn, or None for anything else."""
     return float(value) if isinstance(value, int | float) and is_number(value) else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from paceline.trace.answer import PromptFacts, RunFacts, TracedAnswer
 from paceline.trace.step import RequestTrace, StepDetails, StepRecord
 
 _SCHEMAS = (1, 2)
+_LARGEST = 1e12  # milliseconds are 30 years; sums of such numbers are numbers
 
 
 def _is_integer(value: object) -> bool:
@@ -22,7 +22,7 @@ def _is_integer(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
 
 def _is_pair(value: object) -> bool:
@@ -30,7 +30,7 @@ def _is_pair(value: object) -> bool:
 
 
 def _is_duration(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+    return _is_number(value) and isinstance(value, int | float) and value >= 0
 
 
 class _Kind(NamedTuple):
