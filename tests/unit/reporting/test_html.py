@@ -73,6 +73,12 @@ def test_templates_come_from_the_package_wherever_it_lies() -> None:
     assert sorted(file.name for file in folder.iterdir()) == sorted(names), "each of them is asked for"
 
 
+def test_a_refused_cell_strikes_the_draft_and_not_what_came_in_its_place() -> None:
+    text, page = page_of([section_of(two_answers())])
+    assert '<td class="refused"><s> cat</s><b>→ Anna</b></td>' in text
+    assert " Anna" not in page.text_of("s")
+
+
 def test_marks_do_not_depend_on_colour() -> None:
     text, page = page_of([section_of(two_answers())])
     style = text[text.index("<style>") : text.index("</style>")]
