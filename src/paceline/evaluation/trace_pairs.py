@@ -210,7 +210,7 @@ def _pair(before: TracedAnswer, after: TracedAnswer) -> AnswerPair:
     differing = [
         StepPair(place, first[place], second[place])
         for place in shared
-        if first[place].num_verified_accepted != second[place].num_verified_accepted
+        if first[place].num_accepted != second[place].num_accepted
     ]
     return AnswerPair(before, after, num_same, a == b, len(shared), differing)
 

@@ -9,6 +9,7 @@ from tests.unit.reporting.traces import answer
 
 from paceline.errors import DataError
 from paceline.evaluation.trace_pairs import compare_traces
+from paceline.trace.step import StepRecord
 
 # The text of "a" is 0 1 2 3 4 5 6 in both: A takes it in blocks of 3 + 1 and 1 + 1, B in 1 + 1, 1 + 1 and 1 + 1.
 A = [answer("a", [([1, 2, 3], 3, 4), ([5, 9, 9], 1, 6)]), answer("b", [([1, 2, 9], 2, 3)])]
@@ -83,3 +84,12 @@ def test_steps_behind_the_place_where_texts_part_are_not_compared() -> None:
     other = answer("a", [([1, 2], 2, 9), ([4, 5], 0, 6)])
     (pair,) = compare_traces([one], [other]).pairs
     assert pair.num_same == 3 and pair.num_shared_steps == 1 and pair.differing == []
+
+
+def test_what_the_budget_cut_off_makes_no_difference() -> None:
+    one, other = answer("a", [([1, 2, 3], 3, 4)]), answer("a", [([1, 2, 9], 2, 3)])
+    for each, verified in ((one, 3), (other, 2)):
+        drafts = each.trace.records[0].proposed_ids
+        each.trace.records[0] = StepRecord("a", 0, 10, 0, drafts, verified, 1, (1,), None, 10.0)
+    (pair,) = compare_traces([one], [other]).pairs
+    assert pair.num_shared_steps == 1 and pair.differing == []
