@@ -108,9 +108,9 @@ def sections_of(inputs: Sequence[ReportInput]) -> list[Section]:
     """What is said of inputs: two traces with drafts are compared first, then each is shown by itself.
 
     Raises:
-        DataError: two traces have no prompt in common, or more than two are given.
+        ConfigError: more than two traces with drafts are given.
+        DataError: two traces have no prompt in common.
     """
-    from paceline.errors import DataError
     from paceline.evaluation.trace_figures import trace_figures
     from paceline.evaluation.trace_pairs import compare_traces
     from paceline.reporting.inputs import ResultInput, TraceInput, TrainingInput
@@ -123,7 +123,7 @@ def sections_of(inputs: Sequence[ReportInput]) -> list[Section]:
     traces = [each for each in inputs if isinstance(each, TraceInput)]
     drafted = [each for each in traces if each.drafted]
     if len(drafted) > 2:
-        raise DataError(
+        raise ConfigError(
             f"{len(drafted)} traces with drafts were given; two are compared at a time",
             hint="a report of each pair, or `paceline bench`, which measures several set-ups",
         )

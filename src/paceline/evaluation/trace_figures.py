@@ -170,10 +170,9 @@ def _add_classes(table: RateTable, unit: int, answer: TracedAnswer) -> None:
     if trace.first_token_id is not None:
         classifier.advance(answer.decode([trace.first_token_id]))
     for record in trace.records:
-        judged = min(record.num_draft_tokens, record.num_verified_accepted + 1)
         for position, token in enumerate(record.emitted_ids):
             found = classifier.advance(answer.decode([token]))
-            if position < judged:
+            if position < record.num_draft_tokens:  # else it came behind a block that was kept whole
                 table.add(unit, "class", found, position < record.num_accepted)
 
 

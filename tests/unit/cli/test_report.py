@@ -112,7 +112,7 @@ def test_what_it_is_made_of_is_never_replaced(trace: Path, tmp_path: Path, capsy
 
 
 def test_three_set_ups_are_too_many(trace: Path, other: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["report", str(trace), str(other), str(trace)]) == 1
+    assert run(["report", str(trace), str(other), str(trace)]) == 2
     assert "two are compared at a time" in capsys.readouterr().err
 
 

@@ -18,7 +18,10 @@ from paceline.errors import ConfigError
 from paceline.models.attends import WholeSequence
 from paceline.models.drafters.proposal import Proposal
 from paceline.models.loading import LoadedTarget
+from paceline.trace.answer import TracedAnswer
+from paceline.trace.reader import line_from_json
 from paceline.trace.step import StepDetails, StepRecord
+from paceline.trace.writer import trace_to_json
 
 LONG = SamplingParameters(max_tokens=16, ignore_eos=True)
 SAMPLED = SamplingParameters(max_tokens=16, ignore_eos=True, temperature=1.0, seed=5)
@@ -72,6 +75,8 @@ def test_the_text_is_the_same_and_the_numbers_are_the_models(name: str, sampling
             assert all(value >= 0 for value in times) and details.verify_ms > 0 and details.draft_ms > 0
             assert sum(times) == pytest.approx(record.step_ms, abs=0.01)
             num_refusals += record.refused_id is not None
+        written = line_from_json(trace_to_json(result.trace), place="here")
+        assert isinstance(written, TracedAnswer) and written.trace == result.trace, "nothing is lost in a file"
     assert num_refusals > 0
 
 

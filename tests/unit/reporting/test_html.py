@@ -65,6 +65,14 @@ def test_a_page_is_whole_html_without_any_address() -> None:
     assert (policy["content"] or "").startswith("default-src 'none'")
 
 
+def test_templates_come_from_the_package_wherever_it_lies() -> None:
+    names = ("page.html", "section.html", "chart.html", "answer.html", "pair.html", "style.css", "script.js")
+    assert all(read_template(name) for name in names)
+    assert read_template("none.html") is None
+    folder = Path(html.__file__).parent / "templates"
+    assert sorted(file.name for file in folder.iterdir()) == sorted(names), "each of them is asked for"
+
+
 def test_marks_do_not_depend_on_colour() -> None:
     text, page = page_of([section_of(two_answers())])
     style = text[text.index("<style>") : text.index("</style>")]
