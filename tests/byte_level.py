@@ -7,8 +7,8 @@ import functools
 from tests.tiny import EOS_ID, VOCAB_SIZE
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from paceline.checkpoint.tiktoken_file import byte_of_character
 from paceline.checkpoint.tokenizer import TextTokenizer
-from paceline.serving.token_texts import byte_of_character
 
 TEMPLATE = (
     "{% if tools %}<|system|>{% for tool in tools %}{{ tool.function | tojson }}{% endfor %} <tool_call>{% endif %}"

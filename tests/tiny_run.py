@@ -33,6 +33,7 @@ class ChatByteTokenizer(ByteTokenizer):
     """
 
     has_chat_template = True
+    tells_the_date = False
 
     def __init__(self, closes_with: int = END) -> None:
         super().__init__()

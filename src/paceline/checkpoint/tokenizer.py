@@ -8,6 +8,8 @@ user text is up to the template.
 from __future__ import annotations
 
 import contextlib
+import copy
+import datetime
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.checkpoint.chat_template import ChatTemplate
 from paceline.checkpoint.gguf_header import GgufHeader, read_gguf_header
+from paceline.checkpoint.kimi_k3_chat import render_kimi_k3
+from paceline.checkpoint.kimi_k3_marks import MARKS
 from paceline.checkpoint.locate import read_json
+from paceline.checkpoint.rendered_chat import RenderedChat, Segment
+from paceline.checkpoint.tiktoken_file import FILE_NAME as TIKTOKEN_FILE
+from paceline.checkpoint.tiktoken_file import open_tiktoken
 from paceline.errors import CheckpointError, RequestError, shown
 
 if TYPE_CHECKING:
@@ -30,10 +37,13 @@ _GPT2_NAMES = ("gpt-2", "gpt2", "default")
 _LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
 _QWEN2_NAMES = ("qwen2", "deepseek-r1-qwen")
 _CONTROL, _USER_DEFINED = 3, 4  # values of `tokenizer.ggml.token_type`
+_KIMI_K3 = "the chat format of Kimi-K3, 1"  # stands for a template's text where its hash is asked for
 
 
 class TextTokenizer:
     """A `tokenizers.Tokenizer` with the chat template and special tokens that belong to it.
+
+    A tokenizer without a template that has the marks of Kimi-K3 renders chats in that format.
 
     Args:
         tokenizer: the fast tokenizer; truncation and padding are switched off.
@@ -51,8 +61,10 @@ class TextTokenizer:
         self._chat_template = chat_template
         self._renderer: ChatTemplate | None = None  # compiled at first use: jinja2 is a slow import
         self._special_tokens = dict(special_tokens)
+        self._today: datetime.date | None = None
         self.origin = origin
         added = tokenizer.get_added_tokens_decoder()
+        self._added_texts = tuple(token.content for token in added.values())
         self.special_ids: frozenset[int] = frozenset(token_id for token_id, token in added.items() if token.special)
 
     @property
@@ -63,7 +75,12 @@ class TextTokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether chat messages can be rendered."""
-        return self._chat_template is not None
+        return self._chat_template is not None or self.has_channels
+
+    @property
+    def has_channels(self) -> bool:
+        """Whether answers have the channels of Kimi-K3; without a template, chats are rendered in that format, too."""
+        return set(MARKS) <= set(self._added_texts)
 
     @property
     def chat_template(self) -> str | None:
@@ -71,9 +88,21 @@ class TextTokenizer:
         return self._chat_template
 
     @property
+    def tells_the_date(self) -> bool:
+        """Whether the template asks what day it is."""
+        return "strftime_now" in (self._chat_template or "")
+
+    def dated(self, today: datetime.date) -> TextTokenizer:
+        """The same tokenizer, whose template is told that it is this day."""
+        twin = copy.copy(self)
+        twin._today = today
+        return twin
+
+    @property
     def template_sha256(self) -> str | None:
         """Hash of the chat template's text: two prompts are comparable only under the same template."""
-        return None if self._chat_template is None else hashlib.sha256(self._chat_template.encode()).hexdigest()
+        text = self._chat_template if self._chat_template is not None or not self.has_channels else _KIMI_K3
+        return None if text is None else hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def backend(self) -> Tokenizer:
@@ -121,14 +150,14 @@ class TextTokenizer:
         """
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def render_chat(
+    def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, object] | None = None,
-    ) -> str:
+    ) -> RenderedChat:
         """Render chat messages with the model's template.
 
         Args:
@@ -136,12 +165,10 @@ class TextTokenizer:
             add_generation_prompt: end with what opens the assistant's turn.
             tools: functions that the model may call.
             variables: further ones for the template.
-        Returns:
-            The prompt, special tokens written out.
         Raises:
             RequestError: there is no template, a message is malformed, or the template fails or refuses.
         """
-        if self._chat_template is None:
+        if not self.has_chat_template:
             raise RequestError(
                 "the model has no chat template", origin={"tokenizer": self.origin}, hint="a plain prompt, without chat"
             )
@@ -151,35 +178,60 @@ class TextTokenizer:
             for key in ("role", "content"):
                 if not isinstance(message.get(key), str):
                     raise RequestError(f"message {index} has {key} {shown(message.get(key))}, expected a string")
+        if self._chat_template is None:
+            return render_kimi_k3(
+                messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
+            )
         if self._renderer is None:
             self._renderer = ChatTemplate(self._chat_template, self.origin)
-        return self._renderer.render(
+        text = self._renderer.render(
             messages,
             self._special_tokens,
             add_generation_prompt=add_generation_prompt,
             tools=tools,
             variables=variables,
+            today=self._today,
         )
+        return RenderedChat((Segment(text, holds_tokens=True),))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Render chat messages, open the assistant's turn, and encode; the template's special tokens become their ids.
+    def encode_rendered(self, chat: RenderedChat) -> list[int]:
+        """Token ids of a rendered chat; nothing is added around them: a template writes its own begin-of-text token.
 
-        Args:
-            messages: each with the strings `role` and `content`.
-        Returns:
-            Token ids; nothing is added around them, since a template writes its own begin-of-text token.
         Raises:
-            RequestError: as `render_chat`.
+            RequestError: a text cannot be written as UTF-8.
         """
-        return self.encode(self.render_chat(messages))
+        ids: list[int] = []
+        for segment in chat.segments:
+            ids += self.encode(segment.text) if segment.holds_tokens else self._encode_plain(segment.text)
+        return ids
+
+    def _encode_plain(self, text: str) -> list[int]:
+        """Token ids of a text in which no added token is looked for."""
+        ids = self.encode(text)
+        if not any(added in text for added in self._added_texts):
+            return ids
+        words = self._tokenizer.pre_tokenizer.pre_tokenize_str(text)
+        return [token.id for word, _ in words for token in self._tokenizer.model.tokenize(word)]
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """The text of what `render` gives; the arguments are a part of its own."""
+        return self.render(messages, add_generation_prompt=add_generation_prompt).text
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of what `render` gives; the arguments are a part of its own.
+
+        Raises:
+            RequestError: as `render` and `encode_rendered`.
+        """
+        return self.encode_rendered(self.render(messages, add_generation_prompt=add_generation_prompt))
 
 
 def open_tokenizer(path: Path) -> TextTokenizer:
     """Open the tokenizer of a target.
 
     Args:
-        path: a Hugging Face folder (tokenizer.json, tokenizer_config.json, chat_template.jinja; slow formats through
-            transformers) or a `.gguf` file.
+        path: a Hugging Face folder (tokenizer.json or tiktoken.model, tokenizer_config.json, chat_template.jinja; slow
+            formats through transformers) or a `.gguf` file.
     Returns:
         The tokenizer.
     Raises:
@@ -202,6 +254,8 @@ def _from_folder(folder: Path) -> TextTokenizer:
             tokenizer = Tokenizer.from_file(str(file))
         _add_configured_tokens(tokenizer, config, config_file)
         template = None
+    elif (folder / TIKTOKEN_FILE).is_file():
+        tokenizer, template = open_tiktoken(folder, config), None
     else:
         tokenizer, template = _through_transformers(folder)
     return TextTokenizer(

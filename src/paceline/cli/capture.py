@@ -35,7 +35,7 @@ def prompts(
         int | None,
         typer.Option(metavar="N", help="Let the target ask, too: start N conversations.", rich_help_panel=_SOURCE),
     ] = None,
-    given: Annotated[
+    prompts: Annotated[
         Path | None,
         typer.Option(
             "--from", metavar="FILE", help="Answer these: JSONL with prompt or messages.", rich_help_panel=_SOURCE
@@ -117,32 +117,7 @@ def prompts(
     from paceline.configuration.capture import CapturePromptsRun
     from paceline.configuration.load import load_settings
 
-    flags: dict[str, object] = {
-        "model": model,
-        "output": str(output),
-        "self_chat": self_chat,
-        "prompts": None if given is None else str(given),
-        "exclude": [str(file) for file in exclude] if exclude else None,
-        "exclude_ngram": exclude_ngram,
-        "max_user_tokens": max_user_tokens,
-        "max_prompt_tokens": max_prompt_tokens,
-        "max_answer_tokens": max_answer_tokens,
-        "greedy_share": greedy_share,
-        "temperature": temperature,
-        "top_p": top_p,
-        "seed": seed,
-        "backend": backend,
-        "batch_size": batch_size,
-        "shard_size": shard_size,
-        "draft_model": draft_model,
-        "spec_tokens": spec_tokens,
-        "dtype": dtype,
-        "device": device,
-        "linear_mode": linear_mode,
-        "threads": threads,
-        "offline": options.given(offline),
-    }
-    run = load_settings(CapturePromptsRun, config, set_values or (), flags)
+    run = load_settings(CapturePromptsRun, config, set_values or (), options.asked(context, CapturePromptsRun))
     _capture_prompts(run, session, environment, workers=workers, dry_run=dry_run, as_json=as_json)
 
 

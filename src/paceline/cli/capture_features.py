@@ -119,10 +119,11 @@ def read_texts(run: TrainRun, contract: TargetContract, tokenizer: TextTokenizer
     Raises:
         DataError: names the file and what is wrong with it.
     """
+    from paceline.training.chats import chat_encoder
     from paceline.training.data import read_conversations
     from paceline.training.feature_source import texts_of
 
-    encoder = tokenizer if tokenizer.has_chat_template else None
+    encoder = chat_encoder(tokenizer, run.data)
     files = [read_conversations(path, vocab_size=contract.vocab_size, encoder=encoder) for path in run.data.files]
     return [texts_of(conversations, run.data.max_length) for conversations in files]
 

@@ -73,43 +73,7 @@ def chat(
     from paceline.configuration.chat import ChatRun
     from paceline.configuration.load import load_settings
 
-    run = load_settings(
-        ChatRun,
-        config,
-        set_values or (),
-        {
-            "model": model,
-            "system": system,
-            "draft_model": draft_model,
-            "spec_tokens": spec_tokens,
-            "draft_sample_method": draft_sample_method,
-            "verify_method": verify_method,
-            "draft_length": draft_length,
-            "draft_vocab_size": options.number_or_word(draft_vocab_size),
-            "max_tokens": max_tokens,
-            "min_tokens": min_tokens,
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "min_p": min_p,
-            "seed": seed,
-            "repetition_penalty": repetition_penalty,
-            "frequency_penalty": frequency_penalty,
-            "presence_penalty": presence_penalty,
-            "logit_bias": options.parse_biases(logit_bias) if logit_bias else None,
-            "allowed_token_ids": tuple(allowed_token_id) if allowed_token_id else None,
-            "bad_words": tuple(bad_word) if bad_word else None,
-            "stop": tuple(stop) if stop else None,
-            "stop_token_ids": tuple(stop_token_id) if stop_token_id else None,
-            "ignore_eos": options.given(ignore_eos),
-            "max_model_len": max_model_len,
-            "dtype": dtype,
-            "device": device,
-            "linear_mode": linear_mode,
-            "threads": threads,
-            "offline": options.given(offline),
-        },
-    )
+    run = load_settings(ChatRun, config, set_values or (), options.asked(context, ChatRun))
     if dry_run:
         options.show_settings(run, as_json=as_json)
         return

@@ -132,7 +132,7 @@ def _load_target(
     from paceline.models.loading import load_target
 
     values = {"model": name, "dtype": dtype, "device": device, "linear_mode": linear_mode}
-    run = load_settings(ModelRun, None, (), {**values, "offline": options.given(offline)})
+    run = load_settings(ModelRun, None, (), {**values, "offline": offline})
     return load_target(
         run.model,
         dtype=run.dtype,

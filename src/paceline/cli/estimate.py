@@ -71,6 +71,7 @@ def estimate_run(run: TrainRun, *, offline: bool) -> dict[str, object]:
     from paceline.checkpoint.target_config import read_target_contract
     from paceline.checkpoint.tokenizer import open_tokenizer
     from paceline.training.batches import StepBatches
+    from paceline.training.chats import chat_encoder
     from paceline.training.continuing import open_start, read_history, require_apart
     from paceline.training.contract import drafter_contract
     from paceline.training.preparing import read_data
@@ -85,7 +86,7 @@ def estimate_run(run: TrainRun, *, offline: bool) -> dict[str, object]:
         read_history(run, start)
     reads_chats = any(file.suffix == ".jsonl" for file in run.data.files)
     tokenizer = open_tokenizer(path) if reads_chats else None
-    encoder = tokenizer if tokenizer is not None and tokenizer.has_chat_template else None
+    encoder = None if tokenizer is None else chat_encoder(tokenizer, run.data)
     data = read_data(run, target.vocab_size, encoder)
     train, batches = data.train, StepBatches(run, data.train)
     lengths = numpy.minimum(numpy.diff(train.starts), run.data.max_length)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.cli.running import Models
+    from paceline.cli.trace_file import TraceFile
     from paceline.configuration.generation import EvaluateRun
     from paceline.engine.counters import EngineStats
     from paceline.engine.engine import Engine
@@ -70,6 +71,8 @@ def evaluate(
     linear_mode: options.LinearMode = None,
     threads: options.Threads = None,
     offline: options.Offline = False,
+    trace_file: options.TraceFile = None,
+    trace_details: options.TraceDetails = False,
     as_json: options.Json = False,
     config: options.ConfigFile = None,
     set_values: options.SetValues = None,
@@ -84,42 +87,7 @@ def evaluate(
     from paceline.configuration.generation import EvaluateRun
     from paceline.configuration.load import load_settings
 
-    run = load_settings(
-        EvaluateRun,
-        config,
-        set_values or (),
-        {
-            "model": model,
-            "draft_model": draft_model,
-            "prompts": [str(path) for path in prompts] if prompts else None,
-            "num_prompts": num_prompts,
-            "max_num_seqs": max_num_seqs,
-            "system": system,
-            "raw": options.given(raw),
-            "spec_tokens": spec_tokens,
-            "draft_sample_method": draft_sample_method,
-            "verify_method": verify_method,
-            "draft_length": draft_length,
-            "draft_vocab_size": options.number_or_word(draft_vocab_size),
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "min_p": min_p,
-            "seed": seed,
-            "min_tokens": min_tokens,
-            "repetition_penalty": repetition_penalty,
-            "frequency_penalty": frequency_penalty,
-            "presence_penalty": presence_penalty,
-            "ignore_eos": options.given(ignore_eos),
-            "max_model_len": max_model_len,
-            "dtype": dtype,
-            "device": device,
-            "linear_mode": linear_mode,
-            "threads": threads,
-            "offline": options.given(offline),
-        },
-    )
+    run = load_settings(EvaluateRun, config, set_values or (), options.asked(context, EvaluateRun))
     if output is not None:
         _check_output(output)
     if calibrate:
@@ -132,6 +100,7 @@ def evaluate(
         options.show_settings(run, as_json=as_json, extra={"num_prompts": counts})
         return
     from paceline.cli.running import load_models, make_engine
+    from paceline.cli.trace_file import TraceFile
     from paceline.evaluation.acceptance import check_questions, longest_question
 
     models = load_models(run, environment)
@@ -140,7 +109,10 @@ def evaluate(
     engine = make_engine(run, models, max_num_seqs=run.max_num_seqs, num_prompt_tokens=longest)
     vocab_size = models.target.contract.vocab_size
     check_questions(engine, tokenizer, everything, vocab_size=vocab_size, system=run.system, raw=run.raw)
-    results = _evaluate_sets(run, models, engine, sets, shows_progress=session.verbosity >= 0)
+    writer = None
+    if run.trace_file is not None:
+        writer = TraceFile(run.trace_file, run, models, run.prompts, requests_at_once=run.max_num_seqs)
+    results = _evaluate_sets(run, models, engine, sets, writer, shows_progress=session.verbosity >= 0)
     if calibrate:
         _calibrate(run, models, results)
     report = _report(run, models, results, engine.stats())
@@ -236,6 +208,7 @@ def _evaluate_sets(
     models: Models,
     engine: Engine,
     sets: Sequence[tuple[str, list[Prompt]]],
+    writer: TraceFile | None,
     *,
     shows_progress: bool,
 ) -> list[SetAcceptance]:
@@ -259,7 +232,24 @@ def _evaluate_sets(
         )
         if progress is not None:
             progress.close()
+        if writer is not None:
+            _write_traces(writer, run, results[-1], prompts)
+    if writer is not None:
+        writer.close()
     return results
+
+
+def _write_traces(writer: TraceFile, run: EvaluateRun, result: SetAcceptance, prompts: Sequence[Prompt]) -> None:
+    """Every answer of a set, in the order of its prompts, each with the seed that `evaluate_set` gave it."""
+    by_id = {prompt.id: prompt for prompt in prompts}
+    for index, answer in enumerate(result.answers):
+        writer.write(
+            answer.result,
+            by_id[answer.prompt_id],
+            set_name=result.name,
+            turn=answer.turn,
+            seed=None if run.seed is None else (run.seed + index) % 2**63,
+        )
 
 
 class _ProgressLine:

@@ -158,14 +158,8 @@ def generate(
             rich_help_panel=options.OUTPUT,
         ),
     ] = None,
-    trace_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Append a record of every step to this .jsonl file, one answer a line.",
-            rich_help_panel=options.OUTPUT,
-        ),
-    ] = None,
+    trace_file: options.TraceFile = None,
+    trace_details: options.TraceDetails = False,
     as_json: options.Json = False,
     config: options.ConfigFile = None,
     set_values: options.SetValues = None,
@@ -180,59 +174,7 @@ def generate(
     from paceline.configuration.generation import GenerateRun
     from paceline.configuration.load import load_settings
 
-    run = load_settings(
-        GenerateRun,
-        config,
-        set_values or (),
-        {
-            "model": model,
-            "system": system,
-            "raw": options.given(raw),
-            "draft_model": draft_model,
-            "spec_tokens": spec_tokens,
-            "draft_sample_method": draft_sample_method,
-            "verify_method": verify_method,
-            "draft_length": draft_length,
-            "draft_vocab_size": options.number_or_word(draft_vocab_size),
-            "max_tokens": max_tokens,
-            "min_tokens": min_tokens,
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "min_p": min_p,
-            "seed": seed,
-            "repetition_penalty": repetition_penalty,
-            "frequency_penalty": frequency_penalty,
-            "presence_penalty": presence_penalty,
-            "logit_bias": options.parse_biases(logit_bias) if logit_bias else None,
-            "allowed_token_ids": tuple(allowed_token_id) if allowed_token_id else None,
-            "bad_words": tuple(bad_word) if bad_word else None,
-            "n": n,
-            "json_schema": json_schema,
-            "json_object": options.given(json_object),
-            "regex": regex,
-            "choice": tuple(choice) if choice else None,
-            "grammar": grammar,
-            "structure_begins_after": structure_begins_after,
-            "logprobs": logprobs,
-            "logprobs_mode": logprobs_mode,
-            "stop": tuple(stop) if stop else None,
-            "stop_token_ids": tuple(stop_token_id) if stop_token_id else None,
-            "include_stop_str_in_output": options.given(include_stop_str_in_output),
-            "ignore_eos": options.given(ignore_eos),
-            "max_model_len": max_model_len,
-            "dtype": dtype,
-            "device": device,
-            "linear_mode": linear_mode,
-            "threads": threads,
-            "offline": options.given(offline),
-            "tensor_parallel_size": tensor_parallel_size,
-            "pipeline_parallel_size": pipeline_parallel_size,
-            "compare": options.given(compare),
-            "trace": trace,
-            "trace_file": trace_file,
-        },
-    )
+    run = load_settings(GenerateRun, config, set_values or (), options.asked(context, GenerateRun))
     is_spread = run.tensor_parallel_size * run.pipeline_parallel_size > 1
     if is_spread and (STDIN in (prompt or []) or not (prompt or prompt_file)):
         raise ConfigError("several processes cannot share stdin", hint="--prompt TEXT or --prompt-file FILE")
@@ -252,7 +194,7 @@ def generate(
     models = load_models(run, environment)
     shows_trace = run.trace if run.trace is not None else sys.stderr.isatty() and session.verbosity >= 0
     view = View(as_json=as_json, trace=shows_trace and not as_json, color=session.color)
-    raise typer.Exit(_run_all(run, models, prompts, view))
+    raise typer.Exit(_run_all(run, models, prompts, view, [prompt_file] if prompt_file is not None else []))
 
 
 def _refuse_copies() -> None:
@@ -311,14 +253,16 @@ def _read_stdin() -> str:
         raise DataError(f"the prompt on stdin is not {error.encoding}: {error.reason}", hint="text in UTF-8") from error
 
 
-def _run_all(run: GenerateRun, models: Models, prompts: Sequence[Prompt], view: View) -> int:
+def _run_all(
+    run: GenerateRun, models: Models, prompts: Sequence[Prompt], view: View, prompt_files: Sequence[Path] = ()
+) -> int:
     from paceline.cli import generate_report as report
     from paceline.cli.running import answer_sampling_of, make_engine
+    from paceline.cli.trace_file import TraceFile
     from paceline.engine.request import check_prompt
     from paceline.evaluation.lossless import compare_ids
     from paceline.evaluation.prompts import encode_prompt
     from paceline.log import get_logger
-    from paceline.trace.writer import TraceWriter
 
     sampling = answer_sampling_of(run)
     if run.logprobs is not None and not view.as_json:
@@ -336,7 +280,7 @@ def _run_all(run: GenerateRun, models: Models, prompts: Sequence[Prompt], view: 
     sampling = replace(sampling, n=1)
     outcomes: list[report.Outcome] = []
     interrupted, failure = False, None
-    writer = TraceWriter(run.trace_file) if run.trace_file is not None else None
+    writer = None if run.trace_file is None else TraceFile(run.trace_file, run, models, prompt_files)
     try:
         if plain_engine is not None:
             _warm_up([engine, plain_engine], encoded[0], run)
@@ -350,7 +294,7 @@ def _run_all(run: GenerateRun, models: Models, prompts: Sequence[Prompt], view: 
             outcome = report.Outcome(prompt, result, sampling.seed, sample_index)
             outcomes.append(outcome)
             if writer is not None:
-                writer.write(result.trace)
+                writer.write(result, prompt, sample_index=sample_index, seed=sampling.seed)
             if result.finish_reason == "error":
                 failure = _failure(outcome, models)
                 break
@@ -360,6 +304,8 @@ def _run_all(run: GenerateRun, models: Models, prompts: Sequence[Prompt], view: 
             report.show_result(outcome, models, view)
             if plain_engine is not None:
                 outcome.plain = _stream(plain_engine, ids, sampling, write=False)
+                if writer is not None:  # what the others' times are held against
+                    writer.write(outcome.plain, prompt, sample_index=sample_index, seed=sampling.seed)
                 if outcome.plain.finish_reason == "abort":
                     interrupted = True
                     break

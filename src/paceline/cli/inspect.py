@@ -67,12 +67,12 @@ def inspect(
 
 def _read_contract(name: str, *, offline: bool) -> tuple[Path, TargetContract | DrafterContract]:
     """Tell a drafter from a target by its config, then read it strictly."""
-    from paceline.checkpoint.locate import locate_target
+    from paceline.checkpoint.dialects import is_drafter_folder, read_drafter_contract
+    from paceline.checkpoint.locate import locate_drafter, locate_target
 
     path = locate_target(name, offline=offline)
-    if _is_drafter(path):
-        from paceline.checkpoint.dialects import read_drafter_contract
-
+    if is_drafter_folder(path):
+        path = locate_drafter(name, offline=offline)  # of the hub, it has files that no target has
         return path, read_drafter_contract(path)
     from paceline.checkpoint.target_config import read_target_contract
 
@@ -84,19 +84,6 @@ def _read_target(name: str, *, offline: bool) -> TargetContract:
     from paceline.checkpoint.target_config import read_target_contract
 
     return read_target_contract(locate_target(name, offline=offline), name)
-
-
-def _is_drafter(path: Path) -> bool:
-    """Whether a folder's config describes a drafter; a damaged config is left to the strict readers."""
-    import json
-
-    from paceline.checkpoint.dialects import is_drafter_config
-
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(config, dict) and is_drafter_config(config)
 
 
 def _described(contract: TargetContract | DrafterContract) -> dict[str, object]:

@@ -25,11 +25,13 @@ from paceline.cli.chat import chat
 from paceline.cli.check import check
 from paceline.cli.convert import convert
 from paceline.cli.doctor import doctor
+from paceline.cli.download import download
 from paceline.cli.evaluate import evaluate
 from paceline.cli.generate import generate
 from paceline.cli.inspect import inspect
 from paceline.cli.options import Session
 from paceline.cli.parity import parity
+from paceline.cli.report import report
 from paceline.cli.serve import serve
 from paceline.cli.train import train
 from paceline.errors import EXIT_FAILED, EXIT_INTERRUPTED, PacelineError
@@ -100,8 +102,9 @@ def _top(
     """Block-drafting speculative decoding: train, check and serve drafters that ride on a target's hidden states."""
 
 
-for verb in (generate, chat, serve, train, evaluate, bench, inspect, check, parity, convert, doctor):
-    app.command()(verb)
+for verb in (generate, chat, serve, train, evaluate, bench, report, inspect, check, parity, convert, download, doctor):
+    # what stands behind -- is another program's, which `serve` may start
+    app.command(context_settings={"allow_extra_args": verb is serve})(verb)
 app.add_typer(capture)
 
 

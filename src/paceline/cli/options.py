@@ -60,9 +60,16 @@ DraftLength = Annotated[
         metavar="off|fixed|adaptive", help="Drafts per step: none, all, or as many as pay.", rich_help_panel=MODELS
     ),
 ]
+
+
+def _number_or_word(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
 DraftVocabSize = Annotated[
     str | None,
     typer.Option(
+        parser=_number_or_word,
         metavar="N|auto|full",
         help="Draft from the N most frequent ids; the output is the same.",
         rich_help_panel=MODELS,
@@ -144,6 +151,22 @@ DryRun = Annotated[
     typer.Option("--dry-run", help="Show the resolved settings; load and write nothing.", rich_help_panel=SETTINGS),
 ]
 
+TraceFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Append a record of every step to this .jsonl file, one answer a line.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+TraceDetails = Annotated[
+    bool,
+    typer.Option(
+        "--trace-details",
+        help="Records hold probabilities and times as well; steps take longer.",
+        rich_help_panel=OUTPUT,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.", rich_help_panel=OUTPUT)]
 NoColor = Annotated[bool, typer.Option("--no-color", help="No colours (as NO_COLOR).", rich_help_panel=OUTPUT)]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.", rich_help_panel=OUTPUT)]
@@ -202,9 +225,34 @@ def stderr_console(*, color: bool) -> Console:
     return Console(stderr=True, color_system="auto" if color else None, highlight=False)
 
 
-def number_or_word(text: str | None) -> int | str | None:
-    """A flag that takes a number or a word, as a file of settings would have it."""
-    return int(text) if text is not None and text.isdecimal() else text
+def asked(context: typer.Context, settings: type[BaseModel]) -> dict[str, object]:
+    """What the command line gave, by the names of settings; what it left out is not there.
+
+    A flag fills the setting of its own name. One that may be repeated is named for one value, and its setting for all:
+    `--stop-token-id` fills `stop_token_ids`.
+
+    Raises:
+        ConfigError: a flag is not of the form that it must have.
+    """
+    found: dict[str, object] = {}
+    for name in settings.model_fields:
+        for flag in dict.fromkeys((name, name.removesuffix("s"))):
+            source = context.get_parameter_source(flag)
+            if source is not None and source.name != "DEFAULT":
+                found[name] = _as_in_a_file(context.params[flag])
+    biases = context.params.get("logit_bias")
+    if biases:
+        found["logit_bias"] = parse_biases(biases)
+    return found
+
+
+def _as_in_a_file(value: object) -> object:
+    """A flag's value as a file of settings has it, which knows neither lists of flags nor paths."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_as_in_a_file(one) for one in value)
+    if isinstance(value, Path):
+        return str(value)
+    return value
 
 
 def parse_biases(texts: Sequence[str]) -> dict[str, float]:
@@ -227,11 +275,6 @@ def parse_biases(texts: Sequence[str]) -> dict[str, float]:
             raise ConfigError(f"--logit-bias names token {token.strip()} twice")
         biases[token.strip()] = value
     return biases
-
-
-def given(flag: bool) -> bool | None:
-    """A switch that was given, or None, so that its absence leaves a file's setting alone."""
-    return True if flag else None
 
 
 def show_settings(settings: BaseModel, *, as_json: bool, extra: Mapping[str, object] | None = None) -> None:

@@ -59,7 +59,7 @@ def parity(
     questions = _questions(prompt, prompts, num_prompts)
     options.set_threads(threads, environment)
     values = {"model": target, "dtype": dtype, "device": device, "linear_mode": linear_mode}
-    run = load_settings(ModelRun, None, (), {**values, "offline": options.given(offline)})
+    run = load_settings(ModelRun, None, (), {**values, "offline": offline})
     served_by = load_target(
         run.model,
         dtype=run.dtype,

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from paceline.configuration.chat import ChatRun
     from paceline.configuration.environment import Environment
     from paceline.configuration.generation import GenerateRun, ModelRun, ModelSettings
-    from paceline.engine.engine import Engine
+    from paceline.engine.engine import Engine, EngineSettings
     from paceline.engine.request import SamplingParameters
     from paceline.engine.structured import StructuredOutput
     from paceline.models.loading import LoadedDrafter, LoadedTarget
@@ -99,22 +99,37 @@ def make_engine(
         num_prompt_tokens: of the longest prompt; without `max_model_len` the context is long enough for it and its
             answer, as far as the target reaches.
     """
-    from paceline.engine.engine import Engine, EngineSettings
+    from dataclasses import replace
+
+    from paceline.configuration.generation import TracedRun
+    from paceline.engine.engine import Engine
     from paceline.engine.settings import DEFAULT_MAX_MODEL_LEN
 
     drafter = models.drafter if with_drafter else None
     wanted = num_prompt_tokens + run.max_tokens
     limit = models.target.contract.max_position_embeddings
-    settings = EngineSettings(
+    settings = replace(
+        draft_settings_of(run, drafter),
         max_num_seqs=max_num_seqs,
         max_model_len=run.max_model_len or min(limit, max(wanted, DEFAULT_MAX_MODEL_LEN)),
-        num_draft_tokens=run.spec_tokens if drafter is not None else None,
-        draft_sample_method=run.draft_sample_method if drafter is not None else None,
-        verify_method=run.verify_method if drafter is not None else "standard",
-        draft_length=run.draft_length if drafter is not None else "fixed",
-        draft_vocab_size=run.draft_vocab_size,
+        trace_details=isinstance(run, TracedRun) and run.trace_details,
     )
     return Engine(models.target, drafter, settings)
+
+
+def draft_settings_of(run: ModelSettings, drafter: LoadedDrafter | None) -> EngineSettings:
+    """How drafts are made and judged, and defaults for the rest; without a drafter, all of it is defaults."""
+    from paceline.engine.engine import EngineSettings
+
+    if drafter is None:
+        return EngineSettings(draft_vocab_size=run.draft_vocab_size)
+    return EngineSettings(
+        num_draft_tokens=run.spec_tokens,
+        draft_sample_method=run.draft_sample_method,
+        verify_method=run.verify_method,
+        draft_length=run.draft_length,
+        draft_vocab_size=run.draft_vocab_size,
+    )
 
 
 def sampling_of(run: ModelRun) -> SamplingParameters:

@@ -42,6 +42,12 @@ def serve(
     linear_mode: options.LinearMode = None,
     threads: options.Threads = None,
     offline: options.Offline = False,
+    engine: Annotated[
+        str | None, typer.Option(metavar="paceline|vllm", help="Who serves.", rich_help_panel=SERVER)
+    ] = None,
+    engine_command: Annotated[
+        str | None, typer.Option(metavar="PROGRAM", help="vLLM's program; vllm.", rich_help_panel=SERVER)
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.", rich_help_panel=SERVER)] = None,
     port: Annotated[
         int | None, typer.Option(help="Port, 8000 by default; 0 takes any that is free.", rich_help_panel=SERVER)
@@ -94,6 +100,10 @@ def serve(
         str | None,
         typer.Option(metavar="none|summary|detailed", help="What answers tell of drafting.", rich_help_panel=SERVER),
     ] = None,
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(metavar="auto|none", help="Tell thoughts from what is said, or not.", rich_help_panel=SERVER),
+    ] = None,
     generation_config: Annotated[
         str | None,
         typer.Option(metavar="auto|none", help="Sampling that the target's makers advise.", rich_help_panel=SERVER),
@@ -107,50 +117,25 @@ def serve(
     verbose: options.Verbose = 0,
     quiet: options.Quiet = 0,
 ) -> None:
-    """Serve a target, faster with a drafter, to clients of the OpenAI API."""
+    """Serve a target, faster with a drafter, to clients of the OpenAI API.
+
+    With --engine vllm the drafter is checked and vLLM is started; what follows -- is its own.
+    """
     session, environment = options.begin(context, debug=debug, no_color=no_color, verbose=verbose, quiet=quiet)
     from paceline.configuration.load import load_settings
     from paceline.configuration.serving import ServeRun
 
-    keys = tuple(api_key or ()) or ((environment.api_key,) if environment.api_key else None)
-    run = load_settings(
-        ServeRun,
-        config,
-        set_values or (),
-        {
-            "model": model,
-            "draft_model": draft_model,
-            "spec_tokens": spec_tokens,
-            "draft_sample_method": draft_sample_method,
-            "verify_method": verify_method,
-            "draft_length": draft_length,
-            "draft_vocab_size": options.number_or_word(draft_vocab_size),
-            "max_model_len": max_model_len,
-            "dtype": dtype,
-            "device": device,
-            "linear_mode": linear_mode,
-            "threads": threads,
-            "offline": options.given(offline),
-            "host": host,
-            "port": port,
-            "served_model_name": served_model_name,
-            "api_keys": keys,
-            "allowed_origins": tuple(allowed_origin) if allowed_origin else None,
-            "max_num_seqs": max_num_seqs,
-            "max_num_waiting": max_num_waiting,
-            "max_itl_ms": max_itl_ms,
-            "prefill_chunk_size": prefill_chunk_size,
-            "num_blocks": num_blocks,
-            "prefix_cache": prefix_cache,
-            "canary": canary,
-            "stream_interval_s": stream_interval_s,
-            "request_timeout_s": request_timeout_s,
-            "shutdown_timeout_s": shutdown_timeout_s,
-            "max_body_mb": max_body_mb,
-            "per_request_spec_decode_metrics": per_request_spec_decode_metrics,
-            "generation_config": generation_config,
-        },
-    )
+    flags = options.asked(context, ServeRun)
+    if environment.api_key:
+        flags.setdefault("api_keys", (environment.api_key,))
+    run = load_settings(ServeRun, config, set_values or (), flags)
+    if run.engine == "vllm":
+        from paceline.cli.serve_vllm import serve_by_vllm
+
+        serve_by_vllm(run, context.args, dry_run=dry_run, as_json=as_json)
+        return
+    if context.args:
+        raise ConfigError(f"what is {' '.join(context.args)!r}?", hint="--engine vllm, which takes further arguments")
     if dry_run:
         hidden = run.model_copy(update={"api_keys": ("(set)",) * len(run.api_keys)})
         options.show_settings(hidden, as_json=as_json)
@@ -279,29 +264,23 @@ def opener(run: ServeRun, environment: Environment) -> OpenModel:
     """What loads the models and makes the engine, on the engine's own thread."""
 
     def open_model() -> tuple[ServedModel, Engine]:
-        from paceline.cli.running import load_models
-        from paceline.engine.engine import Engine, EngineSettings
+        from dataclasses import replace
+
+        from paceline.cli.running import draft_settings_of, load_models
+        from paceline.engine.engine import Engine
 
         models = load_models(run, environment)
-        has_drafter = models.drafter is not None
-        engine = Engine(
-            models.target,
-            models.drafter,
-            EngineSettings(
-                max_num_seqs=run.max_num_seqs,
-                max_model_len=run.max_model_len,
-                num_draft_tokens=run.spec_tokens if has_drafter else None,
-                draft_sample_method=run.draft_sample_method if has_drafter else None,
-                verify_method=run.verify_method if has_drafter else "standard",
-                draft_length=run.draft_length if has_drafter else "fixed",
-                draft_vocab_size=run.draft_vocab_size,
-                prefill_chunk_size=run.prefill_chunk_size,
-                num_blocks=run.num_blocks,
-                prefix_cache=run.prefix_cache,
-                max_num_waiting=run.max_num_waiting,
-                max_itl_ms=run.max_itl_ms,
-            ),
+        settings = replace(
+            draft_settings_of(run, models.drafter),
+            max_num_seqs=run.max_num_seqs,
+            max_model_len=run.max_model_len,
+            prefill_chunk_size=run.prefill_chunk_size,
+            num_blocks=run.num_blocks,
+            prefix_cache=run.prefix_cache,
+            max_num_waiting=run.max_num_waiting,
+            max_itl_ms=run.max_itl_ms,
         )
+        engine = Engine(models.target, models.drafter, settings)
         return _served_model(run, models, engine), engine
 
     return open_model
@@ -327,6 +306,7 @@ def _served_model(run: ServeRun, models: Models, engine: Engine) -> ServedModel:
         num_draft_tokens=0 if drafter is None else drafter.num_draft_tokens,
         defaults=defaults,
         facts=_facts(run, models),
+        tells_reasoning=run.reasoning_parser == "auto",
     )
 
 

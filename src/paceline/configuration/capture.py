@@ -19,6 +19,7 @@ from paceline.configuration.fields import (
     Seed,
     Settings,
     Share,
+    Threads,
 )
 
 CaptureBackend = Literal["engine", "lockstep"]
@@ -64,7 +65,9 @@ class CapturePromptsRun(Settings):
     dtype: DtypeName = Field("auto", description="precision of the models; auto takes the device's best")
     device: DeviceName = Field("auto", description="auto, cpu, cuda or cuda:N")
     linear_mode: LinearMode = Field("auto", description="arithmetic of matrix products")
-    threads: Annotated[Count | None, OrNone] = Field(None, description="CPU threads; unset leaves the choice to torch")
+    threads: Annotated[Threads | None, OrNone] = Field(
+        None, description="CPU threads; unset leaves the choice to torch"
+    )
     offline: Flag = Field(False, description="never touch the network; a missing file is an error")
 
     @model_validator(mode="after")

@@ -24,6 +24,8 @@ from typing import Literal, cast
 
 from paceline.errors import ConfigError
 
+MOST_THREADS = 4096  # as many as some systems have; asked for many more, torch ends the process
+
 LOG_LEVELS = ("debug", "info", "warning", "error")
 STREAMS = ("prefix", "attn_res")
 LAUNCHES = ("off", "on", "at-once", "after-wait", "mixed", "late")
@@ -41,6 +43,7 @@ FOREIGN_VARIABLES = (
     "HF_HOME",
     "HF_HUB_CACHE",
     "HF_HUB_OFFLINE",
+    "HF_ENDPOINT",
     "HF_TOKEN",
     "TRANSFORMERS_OFFLINE",
     "XDG_CACHE_HOME",
@@ -89,7 +92,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
             'Literal["prefix", "attn_res"] | None', _one_of(found, "PACELINE_AUX_HIDDEN_STREAM", STREAMS)
         ),
         debug=_is_on(found, "PACELINE_DEBUG"),
-        num_threads=_count(found, "PACELINE_NUM_THREADS"),
+        num_threads=_threads(found, "PACELINE_NUM_THREADS"),
         dependent_launch=_launch(found, "PACELINE_DEPENDENT_LAUNCH"),
         api_key=found.get("PACELINE_API_KEY") or None,
         no_color=bool(found.get("NO_COLOR")),
@@ -126,10 +129,11 @@ def _launch(found: Mapping[str, str], name: str) -> str:
     return {None: "on", "1": "on", "0": "off"}.get(value, value or "on")
 
 
-def _count(found: Mapping[str, str], name: str) -> int | None:
+def _threads(found: Mapping[str, str], name: str) -> int | None:
     value = found.get(name, "").strip()
     if not value:
         return None
-    if not value.isdecimal() or int(value) < 1:
-        raise ConfigError(f"{name} is {value!r}", origin={name: "environment"}, hint="a whole number of at least 1")
+    if not value.isdecimal() or not 1 <= int(value) <= MOST_THREADS:
+        hint = f"a whole number from 1 to {MOST_THREADS}"
+        raise ConfigError(f"{name} is {value!r}", origin={name: "environment"}, hint=hint)
     return int(value)

@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict, StringConstraints
 
+from paceline.configuration.environment import MOST_THREADS
+
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DraftSampleMethod = Literal["greedy", "probabilistic"]
 LinearMode = Literal["auto", "plain", "packed", "native", "quantized", "int8", "row_invariant", "fused"]
@@ -17,6 +19,7 @@ LinearMode = Literal["auto", "plain", "packed", "native", "quantized", "int8", "
 Flag = Annotated[bool, Strict()]
 Integer = Annotated[int, Strict()]
 Count = Annotated[int, Strict(), Field(ge=1)]
+Threads = Annotated[int, Strict(), Field(ge=1, le=MOST_THREADS)]
 CountOrZero = Annotated[int, Strict(), Field(ge=0)]
 Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 PositiveNumber = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]

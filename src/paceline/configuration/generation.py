@@ -29,6 +29,7 @@ from paceline.configuration.fields import (
     Settings,
     Share,
     StopText,
+    Threads,
 )
 
 VerifyMethod = Literal["standard", "block", "match", "coupled"]
@@ -82,7 +83,9 @@ class ModelSettings(Settings):
         "auto",
         description="arithmetic of matrix products; row_invariant makes a row's bits independent of the batch",
     )
-    threads: Annotated[Count | None, OrNone] = Field(None, description="CPU threads; unset leaves the choice to torch")
+    threads: Annotated[Threads | None, OrNone] = Field(
+        None, description="CPU threads; unset leaves the choice to torch"
+    )
     offline: Flag = Field(False, description="never touch the network; a missing file is an error")
 
     @model_validator(mode="after")
@@ -124,7 +127,26 @@ class ModelRun(ModelSettings):
         return self
 
 
-class GenerateRun(ModelRun):
+class TracedRun(ModelRun):
+    """A run that can keep a record of every step."""
+
+    trace_file: Annotated[PathName | None, OrNone] = Field(
+        None, description="append a record of every step to this .jsonl file"
+    )
+    trace_details: Flag = Field(
+        False,
+        description="records hold probabilities, entropies, confidences and the times of a step's parts, too; steps "
+        "take longer, and no graphs are recorded",
+    )
+
+    @model_validator(mode="after")
+    def _details_go_into_a_file(self) -> Self:
+        if self.trace_details and self.trace_file is None:
+            raise ValueError("trace_details is set but there is no trace_file that they could go to")
+        return self
+
+
+class GenerateRun(TracedRun):
     """Text from one or several prompts."""
 
     stop: tuple[StopText, ...] = Field((), description="end the text before any of these strings")
@@ -169,9 +191,6 @@ class GenerateRun(ModelRun):
     trace: Annotated[Flag | None, OrNone] = Field(
         None, description="show accepted, refused and bonus tokens; unset shows them on a terminal"
     )
-    trace_file: Annotated[PathName | None, OrNone] = Field(
-        None, description="append a record of every step to this .jsonl file"
-    )
 
     @model_validator(mode="after")
     def _one_structure_at_most(self) -> Self:
@@ -208,7 +227,7 @@ class GenerateRun(ModelRun):
         return self
 
 
-class EvaluateRun(ModelRun):
+class EvaluateRun(TracedRun):
     """Served acceptance of a drafter on prompt files."""
 
     draft_model: Name = Field(description="drafter folder or hub name")

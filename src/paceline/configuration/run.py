@@ -6,6 +6,7 @@ turn into objects.
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -198,6 +199,10 @@ class DataSettings(Settings):
         0,
         description="response tokens within max_length that a conversation needs to be trained on; 0 takes all, "
         "2 * block_size is a good choice",
+    )
+    template_date: Annotated[datetime.date | None, OrNone] = Field(
+        None,
+        description="day that a chat template is told which writes the date; unset is today",
     )
     features: Annotated[PathName | None, OrNone] = Field(
         None, description="folder of `paceline capture features`; unset runs the target beside the drafter"

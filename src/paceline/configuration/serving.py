@@ -15,6 +15,10 @@ Port = Annotated[int, Strict(), Field(ge=0, le=65535)]
 class ServeRun(ModelSettings):
     """A target and its drafter behind HTTP."""
 
+    engine: Literal["paceline", "vllm"] = Field(
+        "paceline", description="who serves; vllm is started once the drafter is known to be one that it serves right"
+    )
+    engine_command: Name = Field("vllm", description="program that is started with engine vllm")
     draft_length: DraftLength = Field(
         "adaptive", description="adaptive drafts as many as pay, fixed spec_tokens every step, off none"
     )
@@ -56,6 +60,9 @@ class ServeRun(ModelSettings):
     per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = Field(
         "none", description="what answers tell of drafting"
     )
+    reasoning_parser: Literal["auto", "none"] = Field(
+        "auto", description="auto tells what a target thinks apart from what it says, where its chats have such a part"
+    )
     generation_config: Literal["auto", "none"] = Field(
         "auto", description="auto samples as the target's generation_config.json says where a request says nothing"
     )
@@ -67,6 +74,12 @@ class ServeRun(ModelSettings):
             if not (key.isascii() and key.isprintable() and " " not in key):
                 raise ValueError("an API key has characters that no header can carry")
         return keys
+
+    @model_validator(mode="after")
+    def _a_command_needs_its_engine(self) -> Self:
+        if self.engine == "paceline" and self.engine_command != type(self).model_fields["engine_command"].default:
+            raise ValueError(f"engine_command is {self.engine_command!r}, and engine paceline starts no other program")
+        return self
 
     @model_validator(mode="after")
     def _keys_differ(self) -> Self:

@@ -16,6 +16,7 @@ from paceline.engine.sampling_flags import SamplingFlags
 from paceline.engine.settings import EngineSettings
 from paceline.engine.slots import SlotState
 from paceline.engine.step import StepBatch
+from paceline.engine.step_watch import StepWatch
 
 
 class StepFlags:
@@ -90,6 +91,7 @@ def step_batch(
     stopper: DraftStopper | None,
     round_rows: Callable[[int], int] = int,
     least_rows: int = 1,
+    watch: StepWatch | None = None,
 ) -> StepBatch:
     """Put together a decode step, its tensors on the host.
 
@@ -106,6 +108,7 @@ def step_batch(
         stopper: as for `StepBatch`.
         round_rows: rows that a step runs which needs so many; the drafts that are then missing are -1.
         least_rows: rows that it has in any case.
+        watch: looks at it; None for nobody.
     """
     slots = [request.slot for request in requests if request.slot is not None]
     bounds = [request.num_cached + ahead for request, ahead in zip(requests, rows_ahead, strict=True)]
@@ -131,4 +134,5 @@ def step_batch(
         verify_method=settings.verify_method,
         stopper=stopper,
         grammar_mask_BTW=grammar_masks(requests, state, num_rows),
+        watch=watch,
     )

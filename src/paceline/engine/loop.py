@@ -38,6 +38,7 @@ from paceline.engine.shared_recordings import recorded_everywhere
 from paceline.engine.slot_states import SlotStates
 from paceline.engine.step_cost import Costs
 from paceline.engine.step_kind import StepKind
+from paceline.engine.step_watch import watch_steps
 from paceline.engine.trial_steps import measure_costs, num_trial_blocks
 from paceline.ops.finalise_block import NOT_A_NUMBER
 
@@ -74,8 +75,8 @@ class EngineLoop:
         self.parts, self._settings, self._intake = parts, settings, intake
         self._state, self._sizes = parts.state, parts.sizes
         self._in_flight = in_flight = InFlight()
-        is_cuda = parts.state.device.type == "cuda"
-        self._runs_ahead = is_cuda if settings.run_ahead is None else settings.run_ahead
+        self._runs_ahead = settings.runs_ahead_on(parts.state.device.type)
+        self._watch = watch_steps(parts.proposer, parts.state.device) if settings.trace_details else None
         self._last_read_s = 0.0
         self._last_step = 0  # number of the last decode step that was read
         self._has_news = False  # results have come since room was made
@@ -119,7 +120,7 @@ class EngineLoop:
         self.results = FinishedRequests()
         self.deltas: list[RequestDelta] = []
         self.counters = Counters(parts.num_draft_tokens)
-        record = make_recorder(parts.state.device, wanted=settings.cuda_graphs)
+        record = make_recorder(parts.state.device, wanted=settings.wants_graphs)
         if record is not None and all_did is not None:
             record = recorded_everywhere(record, all_did)
         self._steps = StepRunner(parts, self.counters, max_num_seqs=settings.max_num_seqs, record=record)
@@ -352,6 +353,7 @@ class EngineLoop:
             stopper=self.drafting.stopper_of(requests),
             round_rows=self._steps.rows_of,
             least_rows=self._steps.least_rows(plan),
+            watch=self._watch,
         )
         num_rows = batch.rows.num_rows
         self._count_pass(requests, ahead, [num_rows] * len(requests))
@@ -391,16 +393,13 @@ class EngineLoop:
                 rows[request.request_id] = (each.num_rows, own)
             self._checks.before_pass(number, running, rows)
 
-    def _passed(self) -> None:
-        if self._checks is not None:
-            self._checks.after_pass(self._in_flight.last, self.scheduler.running)
-
     # Results
 
     def _read_behind(self) -> None:
         """After a launch: read what was launched before it, or where nothing runs ahead, the pass itself, too."""
         self._read_before(self._in_flight.last + (0 if self._runs_ahead else 1))
-        self._passed()
+        if self._checks is not None:
+            self._checks.after_pass(self._in_flight.last, self.scheduler.running)
 
     def _read_all(self) -> None:
         self._read_before(self._in_flight.last + 1)
@@ -435,12 +434,13 @@ class EngineLoop:
         waited_ms = milliseconds_since(waited_s)
         parts = launched.read()
         step_ms = milliseconds_since(max(launched.started_s, self._last_read_s))
+        step_ms -= 0.0 if self._watch is None else self._watch.own_ms
         self.counters.num_steps += 1
         self.counters.total_step_ms += step_ms
         self._pace.observe_step(step_ms)
         keeps_states = self._states.store is not None
         for request, step, num_drawn in parts:
-            delta = request.take_step(step, step_ms)
+            delta = request.take_step(step, step_ms, self._watch)
             if keeps_states:
                 self._states.take_step(launched.number, request, step.position, step)
             self._deliver(delta)

@@ -17,6 +17,7 @@ from paceline.engine.attends import AttentionChoice, attend_block
 from paceline.engine.cache import KeyValueCache, Write
 from paceline.engine.side_stream import SideStream
 from paceline.engine.slots import SlotState
+from paceline.engine.step_watch import StepWatch
 from paceline.models.drafters.block_drafter import BlockDrafter
 from paceline.models.drafters.proposal import DraftSampling, Proposal
 from paceline.models.targets.target import Target
@@ -126,6 +127,9 @@ class BlockProposer:
         num_draft_tokens: K; fewer than trained drops mask rows from the block's end.
         method: how drafts are drawn from the drafter's logits.
         is_coupled: draw with the target's own noise, for verification by equality.
+
+    Attributes:
+        watch: is shown every block, for a trace with details; None for nobody.
     """
 
     is_capturable = True
@@ -153,6 +157,7 @@ class BlockProposer:
         self.target_layer_ids = contract.target_layer_ids
         self.aux_hidden_stream: AuxHiddenStream = contract.aux_hidden_stream
         self._side = SideStream(cache.planes.device)
+        self.watch: StepWatch | None = None
 
     @property
     def cache(self) -> KeyValueCache:
@@ -217,6 +222,8 @@ class BlockProposer:
         )
         logits_BKV = self._drafter.logits(hidden_BKD, self._target, num_read=self._drafter.num_read(sampling))
         proposal = self._drafter.propose(hidden_BKD, logits_BKV, block.anchors_B, sampling)
+        if self.watch is not None:
+            self.watch.drafted(rows.slots, proposal, logits_BKV, self._drafter.vocabulary.target_ids_V)
         return proposal._replace(ids_BK=proposal.ids_BK.masked_fill(block.is_beyond_B.unsqueeze(1), NO_TOKEN))
 
     def _run_block(self, rows: Rows, block: BlockRows) -> Tensor:

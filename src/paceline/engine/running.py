@@ -21,6 +21,7 @@ from paceline.trace.step import RequestTrace, StepRecord
 
 if TYPE_CHECKING:
     from paceline.engine.grammar import GrammarState
+    from paceline.engine.step_watch import StepWatch
 
 _log = logging.getLogger(__name__)
 
@@ -166,7 +167,7 @@ class RunningRequest:
         self.trace.first_token_id = next(iter(self.output.token_ids), None)
         return self._delta(extension, step, step.token_ids[: extension.num_kept], None)
 
-    def take_step(self, step: HostStep, step_ms: float) -> RequestDelta:
+    def take_step(self, step: HostStep, step_ms: float, watch: StepWatch | None = None) -> RequestDelta:
         """Take in one decode step: keep what counts, and record both what was verified and what was kept.
 
         A draft whose keys overflow spoils the rows before it, too (0 * NaN is NaN), though the request's own text may
@@ -196,6 +197,8 @@ class RunningRequest:
             bonus_id,
             step_ms,
         )
+        if watch is not None and self.slot is not None:
+            record.details = watch.details_of(self.slot, record)
         records.append(record)
         if text is not None:
             return RequestDelta(self.request_id, kept, text, None, record)

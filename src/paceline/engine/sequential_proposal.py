@@ -27,6 +27,7 @@ from paceline.engine.attends import AttentionChoice, write_then_attend
 from paceline.engine.cache import KeyValueCache
 from paceline.engine.proposal import Rows
 from paceline.engine.slots import SlotState
+from paceline.engine.step_watch import StepWatch
 from paceline.models.drafters.draw import draw_rows, join_rows
 from paceline.models.drafters.eagle3 import Eagle3Drafter
 from paceline.models.drafters.proposal import MAX_CANDIDATES, DraftSampling, Proposal
@@ -59,6 +60,9 @@ class SequentialProposer:
         num_draft_tokens: K, any number; more than trained costs time and is seldom accepted.
         method: how drafts are drawn from the drafter's logits.
         is_coupled: draw with the target's own noise, for verification by equality.
+
+    Attributes:
+        watch: is shown every block, for a trace with details; None for nobody.
     """
 
     is_capturable = True
@@ -87,6 +91,7 @@ class SequentialProposer:
         self.aux_hidden_stream: AuxHiddenStream = contract.aux_hidden_stream
         self._features_BTD: Tensor | None = None
         self._settled: _Settled | None = None
+        self.watch: StepWatch | None = None
 
     @property
     def cache(self) -> KeyValueCache:
@@ -131,13 +136,18 @@ class SequentialProposer:
         out_B1D, hidden_B1D = settled.out_B1D, settled.recycled_B1D
         row = self._last_rows(rows, lengths_B)
         drafts: list[Proposal] = []
+        scores: list[Tensor] = []
         for k in range(num_drafts):
             if k > 0:
                 row = replace(row, starts=[start + 1 for start in row.starts], starts_B=row.starts_B + 1)
                 out_B1D, hidden_B1D = self._run(row, drafts[-1].ids_BK, hidden_B1D)
             logits_B1V = self._drafter.logits(out_B1D.to(self._target.norm.weight.dtype), self._target)
             drafts.append(draw_rows(logits_B1V, sampling, self._drafter.vocabulary, first=k))
+            if self.watch is not None:
+                scores.append(logits_B1V)
         proposal = join_rows(drafts)
+        if self.watch is not None:
+            self.watch.drafted(rows.slots, proposal, torch.cat(scores, dim=1), self._drafter.vocabulary.target_ids_V)
         fits_B = lengths_B + num_drafts < self.max_positions  # the engine's own limit, see BlockProposer
         return proposal._replace(ids_BK=proposal.ids_BK.masked_fill(~fits_B.unsqueeze(1), NO_TOKEN))
 

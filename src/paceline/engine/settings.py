@@ -79,6 +79,8 @@ class EngineSettings:
         check_invariants: check the engine around every pass, which costs far more than a pass; None asks the variable
             `PACELINE_DEBUG`.
         canary: "start" checks the drafter before the engine takes its first request, see `start_checks.py`.
+        trace_details: records hold probabilities, entropies and times of each step's parts, see `trace.step`. Steps are
+            neither recorded as graphs nor launched ahead then, and each takes longer; the text is the same.
     """
 
     max_num_seqs: int = 8
@@ -104,6 +106,18 @@ class EngineSettings:
     record_prompts: bool | None = None
     check_invariants: bool | None = None
     canary: CanaryMode = "off"
+    trace_details: bool = False
+
+    @property
+    def wants_graphs(self) -> bool | None:
+        """Whether decode steps shall be recorded; None leaves it to the device."""
+        return False if self.trace_details else self.cuda_graphs
+
+    def runs_ahead_on(self, device_type: str) -> bool:
+        """Whether a step is launched before the results of the one before are read, on a device such as "cuda"."""
+        if self.trace_details or self.run_ahead is None:
+            return device_type == "cuda" and not self.trace_details
+        return self.run_ahead
 
     def __post_init__(self) -> None:
         sizes = ("max_num_seqs", "max_model_len", "num_draft_tokens", "prefill_chunk_size", "block_size")
@@ -134,6 +148,11 @@ class EngineSettings:
         asked = self.draft_vocab_size
         if asked not in ("auto", "full") and not (type(asked) is int and asked >= 1):
             raise ConfigError(f"draft_vocab_size is {asked!r}, neither a number of ids nor 'auto' or 'full'")
+        if self.trace_details and (self.run_ahead or self.cuda_graphs):
+            raise ConfigError(
+                "trace_details looks into each step, which neither run_ahead nor cuda_graphs leaves room for",
+                hint="leaving both out",
+            )
         if self.num_drafts_by_batch_size is not None:
             DraftSchedule(self.num_drafts_by_batch_size, self.num_draft_tokens or 1)
         if self.verify_method == "coupled" and self.draft_sample_method == "greedy":

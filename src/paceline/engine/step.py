@@ -34,6 +34,7 @@ from paceline.engine.recurrent_state import StateCopies
 from paceline.engine.request import TokenLogprobs
 from paceline.engine.sampling import LogprobsMode
 from paceline.engine.slots import SamplingFlags, SlotState
+from paceline.engine.step_watch import StepWatch
 from paceline.engine.target_cache import TargetCache, attend_rows, commit_rows, keeps_states, num_kept_rows
 from paceline.engine.transfers import HostCopy
 from paceline.engine.verifier import block_logprobs, chooses_over_ranks, judge, judge_choices, needs_choices_alone
@@ -62,6 +63,7 @@ class StepBatch:
         stopper: holds unlikely drafts back, and learns from those judged; None where no request wants that.
         grammar_mask_BTW: int32, what each row may emit; None where no request has a grammar.
         state_copies: recurrent states to be kept at block boundaries; None for none.
+        watch: looks at what the step does, for a trace with details; None, as nearly always, for nobody.
     """
 
     rows: Rows
@@ -72,6 +74,7 @@ class StepBatch:
     stopper: DraftStopper | None = None
     grammar_mask_BTW: Tensor | None = None
     state_copies: StateCopies | None = None
+    watch: StepWatch | None = None
 
 
 @dataclass(frozen=True)
@@ -297,7 +300,9 @@ def decode_step(
         choice: form of attention, the only thing that differs by device.
         batch: who takes part, and at most how far each has come; where it really stands is read from `state`.
     """
-    plan = None if batch.plan is None else batch.plan.on(state.device)
+    plan, watch = None if batch.plan is None else batch.plan.on(state.device), batch.watch
+    if watch is not None:
+        watch.begin(batch.rows.slots)
     has_q = proposer is not None and proposer.num_candidates > 0 and not batch.flags.all_greedy
     found = state.step_rows(
         batch.rows.slots_B,
@@ -317,8 +322,11 @@ def decode_step(
     if is_enough and chooses_over_ranks(head):
         verified = judge_choices(head, hidden_BTD, proposal.ids_BK, found, batch.flags)
     else:
+        logits_BTV = target.logits(hidden_BTD)
+        if watch is not None:
+            watch.passed("verify")
         verified, logits = judge(
-            target.logits(hidden_BTD),
+            logits_BTV,
             proposal,
             state,
             rows.slots_B,
@@ -335,10 +343,15 @@ def decode_step(
     state.tokens.extend(rows.slots_B, output.tokens_BT, batch.flags)
     if batch.stopper is not None and plan is not None:
         batch.stopper.observe(rows.slots_B, proposal.ids_BK, verified.accepted_B, plan)
+    if watch is not None:
+        watch.passed("sampling")
     if proposer is not None and batch.writes_context:
         proposer.settle(rows, found.token_ids_BT, ends_B, verified.bonus_ids_B)
     if proposer is not None and plan is not None and plan.most > 0:
         draft_next(proposer, state, rows, plan, batch.stopper, batch.flags, output.num_waiting_B)
+    if watch is not None:
+        watch.passed("draft")
+        watch.judged(None if logits is None else logits.raw_BLV, output.draft_ids_BK, output.tokens_BT)
     logprobs = None if logits is None else block_logprobs(logits, output.tokens_BT, batch.flags)
     return output if logprobs is None else replace(output, logprobs=logprobs)
 

@@ -27,6 +27,7 @@ from paceline.engine.settings import EngineSettings
 from paceline.engine.step import StepBatch, StepOutput
 from paceline.engine.step_cost import Costs, StepCosts, WholeStepCosts, measure_step_costs, sizes_to_measure
 from paceline.engine.step_kind import GREEDY_STEP, SAMPLED_STEP, StepKind
+from paceline.engine.step_watch import looking_away
 from paceline.ops.acceptance import VerifyMethod
 
 _CONTEXT = 256
@@ -79,19 +80,22 @@ def measure_costs(
     tables.flush()
     state.admit(trash_slot, _SAMPLING[kind], seed=0)  # rows of greedy requests cost less in sampled steps, too
     try:
-        if steps.is_recording:
-            row_counts = sorted({steps.rows_of(rows) for rows in range(1, most + 2)})
-            measure = partial(measure_step_costs, budget_s=_RECORDED_BUDGET_S, num_warm_ups=2, is_padded=True)
-            return WholeStepCosts(
-                steps=measure(trial.whole, batch_sizes, row_counts), plain=measure(trial.plain, batch_sizes, [1])
+        with looking_away(proposer):
+            if steps.is_recording:
+                row_counts = sorted({steps.rows_of(rows) for rows in range(1, most + 2)})
+                measure = partial(measure_step_costs, budget_s=_RECORDED_BUDGET_S, num_warm_ups=2, is_padded=True)
+                return WholeStepCosts(
+                    steps=measure(trial.whole, batch_sizes, row_counts), plain=measure(trial.plain, batch_sizes, [1])
+                )
+            return StepCosts(
+                verify=measure_step_costs(
+                    trial.verify, batch_sizes, sizes_to_measure(1 + most), budget_s=_VERIFY_BUDGET_S
+                ),
+                draft=measure_step_costs(
+                    trial.draft, batch_sizes, sorted({1, (1 + most) // 2, most}), budget_s=_DRAFT_BUDGET_S
+                ),
+                plain=measure_step_costs(trial.plain, batch_sizes, [1], budget_s=_PLAIN_BUDGET_S),
             )
-        return StepCosts(
-            verify=measure_step_costs(trial.verify, batch_sizes, sizes_to_measure(1 + most), budget_s=_VERIFY_BUDGET_S),
-            draft=measure_step_costs(
-                trial.draft, batch_sizes, sorted({1, (1 + most) // 2, most}), budget_s=_DRAFT_BUDGET_S
-            ),
-            plain=measure_step_costs(trial.plain, batch_sizes, [1], budget_s=_PLAIN_BUDGET_S),
-        )
     finally:
         state.empty_trash()
         state.flush()

@@ -156,6 +156,56 @@ def bootstrap_ratio(
     return Interval(float(top.sum() / bottom.sum()), float(low), float(high), confidence, num_units)
 
 
+def bootstrap_ratios(
+    numerators: Sequence[Sequence[float]],
+    denominators: Sequence[Sequence[float]],
+    *,
+    confidence: float = 0.95,
+    num_resamples: int = 2_000,
+    seed: int = 0,
+) -> list[Interval | None]:
+    """What `bootstrap_ratio` gives, for many ratios of the same prompts, over the same resamples.
+
+    Args:
+        numerators: a list per prompt, with an entry per ratio.
+        denominators: likewise, >= 0; a resample in which a ratio's add up to 0 is left out for that ratio.
+        confidence: coverage in (0, 1).
+        num_resamples: bootstrap samples.
+        seed: of the resampling; equal seeds give equal intervals.
+
+    Returns:
+        One per ratio; None where all denominators are 0.
+
+    Raises:
+        DataError: no prompts, lengths that differ, or a value that is not finite.
+    """
+    top, bottom = _finite(numerators, "numerators"), _finite(denominators, "denominators")
+    if top.shape != bottom.shape or top.ndim != 2:
+        raise DataError(f"numerators are {list(top.shape)} and denominators {list(bottom.shape)}; both need all pairs")
+    if not 0 < confidence < 1:
+        raise DataError(f"confidence {confidence} is not between 0 and 1")
+    generator = np.random.default_rng(seed)
+    num_units = len(top)
+    parts: list[NDArray[np.float64]] = []
+    rows_left = num_resamples
+    while rows_left > 0:
+        num_rows = min(rows_left, max(1, _BLOCK // num_units))
+        drawn = generator.multinomial(num_units, np.full(num_units, 1 / num_units), size=num_rows).astype(np.float64)
+        sums, weights = drawn @ top, drawn @ bottom
+        parts.append(np.divide(sums, weights, out=np.full_like(sums, np.nan), where=weights > 0))
+        rows_left -= num_rows
+    ratios, tail = np.concatenate(parts), (1 - confidence) / 2
+    found: list[Interval | None] = []
+    for column, whole_top, whole_bottom in zip(ratios.T, top.sum(axis=0), bottom.sum(axis=0), strict=True):
+        usable = column[~np.isnan(column)]
+        if whole_bottom == 0 or len(usable) == 0:
+            found.append(None)
+            continue
+        low, high = np.quantile(usable, [tail, 1 - tail])
+        found.append(Interval(float(whole_top / whole_bottom), float(low), float(high), confidence, num_units))
+    return found
+
+
 def bootstrap_quotient(
     after: Sequence[tuple[float, float]],
     before: Sequence[tuple[float, float]],
@@ -277,7 +327,9 @@ def compare_pairs(
     )
 
 
-def _finite(values: Sequence[float] | NDArray[np.float64], name: str) -> NDArray[np.float64]:
+def _finite(
+    values: Sequence[float] | Sequence[Sequence[float]] | NDArray[np.float64], name: str
+) -> NDArray[np.float64]:
     array = np.asarray(values, dtype=np.float64)
     if array.size == 0:
         raise DataError(f"{name} is empty", hint="no prompt was run")

@@ -17,56 +17,32 @@ text must not be able to move the cursor. Functions take a `decode` callable and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
+from paceline.reporting.token_pieces import (
+    ACCEPTED,
+    BONUS,
+    CUT,
+    REFUSED,
+    UNSEEN,
+    Decode,
+    Look,
+    Pieces,
+    delivered,
+    judged,
+    visible,
+)
 from paceline.trace.acceptance import ACCEPTANCE_LENGTH_MEANS, DRAFT_ACCEPTANCE_RATE_MEANS, AcceptanceSummary
 from paceline.trace.step import RequestTrace, StepRecord
 
-Decode = Callable[[Sequence[int]], str]
-
-_BROKEN = "\ufffd"  # what decoders give for part of a character
-_LONGEST_CHARACTER = 8  # tokens after which a character is taken as broken for good
 _NARROWEST_CELL = 11
 _WIDEST_CELL = 16
 _BAR_WIDTH = 20
 _VALUE_WIDTH = 8
-
-
-@dataclass(frozen=True)
-class _Look:
-    opening: str
-    closing: str
-    style: str
-    means: str
-
-    def around(self, shown: str) -> Text:
-        return Text(f"{self.opening}{shown}{self.closing}", style=self.style)
-
-
-ACCEPTED = _Look("[", "]", "green", "accepted")
-REFUSED = _Look("~", "~", "red strike", "refused")
-BONUS = _Look("(", ")", "bold yellow", "the target's own")
-UNSEEN = _Look(".", ".", "dim", "not looked at")
-CUT = _Look("/", "/", "dim", "cut off by a stop or the budget")
-
-
-def visible(piece: str, encoding: str = "utf-8") -> str:
-    """Write a token's text so that it stays on its line: control characters become escapes.
-
-    Args:
-        piece: text of one token; empty for a token that does not end a character, which shows as an ellipsis.
-        encoding: of the output; characters that it lacks become escapes too.
-    """
-    shown = "".join(
-        character if character.isprintable() else repr(character)[1:-1]  # the ASCII space counts as printable
-        for character in piece or "…"
-    )
-    return shown.encode(encoding, "backslashreplace").decode(encoding)
 
 
 class ChipPrinter:
@@ -79,7 +55,7 @@ class ChipPrinter:
 
     def __init__(self, console: Console, decode: Decode) -> None:
         self._console = console
-        self._pieces = _Pieces(decode)
+        self._pieces = Pieces(decode)
         self._column = 0
         self._is_first = True
 
@@ -91,7 +67,7 @@ class ChipPrinter:
     def step(self, record: StepRecord) -> None:
         """Print what one step added."""
         self._open_step()
-        for look, piece in _delivered(record, self._pieces):
+        for look, piece in delivered(record, self._pieces):
             self._write(look, piece)
 
     def finish(self) -> None:
@@ -105,8 +81,8 @@ class ChipPrinter:
             self._put(Text("|", style="dim"))
         self._is_first = False
 
-    def _write(self, look: _Look, piece: str) -> None:
-        self._put(look.around(visible(piece, self._console.encoding)))
+    def _write(self, look: Look, piece: str) -> None:
+        self._put(_around(look, visible(piece, self._console.encoding)))
         if "\n" in piece and look is not REFUSED:
             self.finish()  # the text has a line break here as well
 
@@ -135,7 +111,9 @@ def print_chips(console: Console, trace: RequestTrace, decode: Decode) -> None:
     printer.finish()
 
 
-def print_block_map(console: Console, trace: RequestTrace, decode: Decode) -> None:
+def print_block_map(
+    console: Console, trace: RequestTrace, decode: Decode, *, wanted: Callable[[StepRecord], bool] | None = None
+) -> None:
     """Print one row per step: its anchor, a cell per draft, the target's own token.
 
     A refused cell holds both tokens, `~draft~>chosen`, shortened to the cell. Where the console has no room for cells,
@@ -145,16 +123,21 @@ def print_block_map(console: Console, trace: RequestTrace, decode: Decode) -> No
         console: where to print.
         trace: a request, finished or not.
         decode: token ids to text.
+        wanted: which steps get a row; None shows all.
     """
     depth = max((record.num_draft_tokens for record in trace.records), default=0)
     index_width = len(str(max(len(trace.records) - 1, 0)))
     room = console.width - index_width - 2 - _WIDEST_CELL  # the last column is the target's own token
     cell_width = min(_WIDEST_CELL, room // (depth + 1) - 1)
     console.print(_legend(ACCEPTED, REFUSED, BONUS, UNSEEN, CUT), soft_wrap=True)
-    pieces = _Pieces(decode)
+    pieces = Pieces(decode)
     if trace.first_token_id is not None:
         pieces.advance(trace.first_token_id)
     for index, record in enumerate(trace.records):
+        if wanted is not None and not wanted(record):
+            for _ in delivered(record, pieces):
+                pass  # what follows is read behind it
+            continue
         if cell_width >= _NARROWEST_CELL:
             cells = _wide_row(record, pieces, depth, cell_width, console.encoding)
         else:
@@ -216,102 +199,45 @@ def print_summary(
         console.print(line, soft_wrap=True)
 
 
-class _Pieces:
-    """Cuts a growing list of ids into the text that each token adds.
-
-    A token's text depends on its neighbours (leading spaces, characters of several bytes), so it is decoded together
-    with a short window of tokens before it, and the window's own text is taken off.
-    """
-
-    def __init__(self, decode: Decode) -> None:
-        self._decode = decode
-        self._settled: list[int] = []  # their text is out
-        self._pending: list[int] = []  # they wait for the rest of a character
-        self.last_piece = ""
-
-    def peek(self, token: int) -> str:
-        """Give the text that a token would add, without adding it; empty if it does not end a character."""
-        before = self._decode(self._settled) if self._settled else ""
-        text = self._decode([*self._settled, *self._pending, token])
-        is_whole = not text.endswith(_BROKEN) or len(self._pending) >= _LONGEST_CHARACTER
-        return text[len(before) :] if is_whole else ""
-
-    def advance(self, token: int) -> str:
-        """Add a token and give its text."""
-        piece = self.peek(token)
-        self._pending.append(token)
-        if piece:
-            self._settled, self._pending = self._pending, []
-        self.last_piece = piece
-        return piece
-
-    def fork(self) -> _Pieces:
-        """Give a copy that may go another way."""
-        other = _Pieces(self._decode)
-        other._settled, other._pending, other.last_piece = list(self._settled), list(self._pending), self.last_piece
-        return other
-
-
-def _delivered(record: StepRecord, pieces: _Pieces) -> Iterator[tuple[_Look, str]]:
-    """Walk what a step delivered, the refused draft before the token that took its place."""
-    for token in record.proposed_ids[: record.num_accepted]:
-        yield ACCEPTED, pieces.advance(token)
-    if record.refused_id is not None and record.num_accepted == record.num_verified_accepted:
-        yield REFUSED, pieces.peek(record.refused_id)
-    if record.bonus_id is not None:
-        yield BONUS, pieces.advance(record.bonus_id)
-
-
-def _judged(record: StepRecord, pieces: _Pieces) -> list[tuple[_Look, str]]:
-    """Give every draft of a step with what became of it."""
-    branch = pieces.fork()
-    looks = []
-    for position, token in enumerate(record.proposed_ids):
-        if position < record.num_accepted:
-            look = ACCEPTED
-        elif position < record.num_verified_accepted:
-            look = CUT
-        else:
-            look = REFUSED if position == record.num_verified_accepted else UNSEEN
-        looks.append((look, branch.advance(token)))
-    return looks
-
-
-def _wide_row(record: StepRecord, pieces: _Pieces, depth: int, cell_width: int, encoding: str) -> Text:
+def _wide_row(record: StepRecord, pieces: Pieces, depth: int, cell_width: int, encoding: str) -> Text:
     cells = [Text(_shorten(visible(pieces.last_piece, encoding), cell_width), style="bold")]
-    drafts = _judged(record, pieces)
-    own = [piece for look, piece in _delivered(record, pieces) if look is BONUS]
+    drafts = judged(record, pieces)
+    own = [piece for look, piece in delivered(record, pieces) if look is BONUS]
     chosen = visible(own[0], encoding) if own else ""
     for look, piece in drafts:
         if look is REFUSED and own:
             width = (cell_width - 3) // 2
-            refused = look.around(_shorten(visible(piece, encoding), width))
+            refused = _around(look, _shorten(visible(piece, encoding), width))
             cell = Text.assemble(refused, (">", "dim"), (_shorten(chosen, cell_width - 3 - width), BONUS.style))
         else:
-            cell = look.around(_shorten(visible(piece, encoding), cell_width - 2))
+            cell = _around(look, _shorten(visible(piece, encoding), cell_width - 2))
         cells.append(cell)
     cells += [Text()] * (depth - len(drafts))
     for cell in cells:
         cell.pad_right(max(0, cell_width - cell.cell_len))
-    return Text(" ").join([*cells, BONUS.around(chosen) if own else Text()])
+    return Text(" ").join([*cells, _around(BONUS, chosen) if own else Text()])
 
 
-def _narrow_row(record: StepRecord, pieces: _Pieces, depth: int, encoding: str) -> Text:
-    drafts = _judged(record, pieces)
-    row = Text().join([look.around("") for look, _ in drafts])
+def _narrow_row(record: StepRecord, pieces: Pieces, depth: int, encoding: str) -> Text:
+    drafts = judged(record, pieces)
+    row = Text().join([_around(look, "") for look, _ in drafts])
     row.pad_right(2 * (depth - len(drafts)) + 1)
-    ending = [(look, piece) for look, piece in _delivered(record, pieces) if look is not ACCEPTED]
+    ending = [(look, piece) for look, piece in delivered(record, pieces) if look is not ACCEPTED]
     for number, (look, piece) in enumerate(ending):
-        row.append(">" if number > 0 else "", style="dim").append_text(look.around(visible(piece, encoding)))
+        row.append(">" if number > 0 else "", style="dim").append_text(_around(look, visible(piece, encoding)))
     return row
+
+
+def _around(look: Look, shown: str) -> Text:
+    return Text(f"{look.opening}{shown}{look.closing}", style=look.style)
 
 
 def _shorten(shown: str, width: int) -> str:
     return shown if cell_len(shown) <= width else set_cell_size(shown, max(0, width - 1)) + "+"
 
 
-def _legend(*looks: _Look) -> Text:
-    return Text("  ").join([look.around(look.means) for look in looks])
+def _legend(*looks: Look) -> Text:
+    return Text("  ").join([_around(look, look.means) for look in looks])
 
 
 def _number(value: float) -> str:

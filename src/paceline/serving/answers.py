@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
+from paceline.checkpoint.answer_parts import AnswerReader, FoundCall, read_whole
 from paceline.engine.request import RequestResult, TokenLogprobs
 from paceline.serving.protocol import (
     AnsweredCall,
@@ -20,7 +21,6 @@ from paceline.serving.protocol import (
     TopLogprob,
     Usage,
 )
-from paceline.serving.tools import CallReader, FoundCall
 from paceline.trace.acceptance import AcceptanceSummary
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def drafting_metrics(
 
 
 def chat_choice(
-    index: int, result: RequestResult, texts: TokenTexts, hidden_ids: Collection[int], calls: CallReader | None
+    index: int, result: RequestResult, texts: TokenTexts, hidden_ids: Collection[int], reader: AnswerReader
 ) -> ChatChoice:
     """One whole answer of a chat.
 
@@ -148,18 +148,15 @@ def chat_choice(
         result: of the engine.
         texts: of tokens.
         hidden_ids: stop tokens whose text is not delivered.
-        calls: a new reader where calls are looked for.
+        reader: a new one.
     """
-    pieces: list[str | FoundCall] = [result.text]
-    if calls is not None:
-        pieces = [*calls.feed(result.text), *calls.finish()]
-    found = [piece for piece in pieces if isinstance(piece, FoundCall)]
-    text = "".join(piece for piece in pieces if isinstance(piece, str))
+    thought, text, found = read_whole(reader, result.text)
     tool_calls = [answered_call(call, f"{result.request_id}-{place}") for place, call in enumerate(found)]
     return ChatChoice(
         index=index,
         message=AnswerMessage(
             content=text if text or not found else None,
+            reasoning_content=thought or None,
             tool_calls=tool_calls or None,
         ),
         logprobs=None
@@ -188,8 +185,8 @@ def completion_choice(
 
 
 def answered_call(call: FoundCall, name: str) -> AnsweredCall:
-    """A call with an id that is its own."""
-    return AnsweredCall(id=f"call-{name}", function={"name": call.name, "arguments": call.arguments})
+    """A call with an id that is its own: the target's, where that gives one."""
+    return AnsweredCall(id=call.id or f"call-{name}", function={"name": call.name, "arguments": call.arguments})
 
 
 def finish_reason(reason: str, *, has_calls: bool) -> str:

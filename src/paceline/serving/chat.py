@@ -1,11 +1,12 @@
-"""Messages of a chat to the ids of a prompt, with the target's own template."""
+"""Messages of a chat to a prompt, with the target's own template."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from paceline.checkpoint.rendered_chat import RenderedChat
 from paceline.checkpoint.tokenizer import TextTokenizer
 from paceline.errors import shown
 from paceline.serving.fields import FieldError
@@ -14,7 +15,7 @@ from paceline.serving.protocol import ChatMessage, ToolCall
 _MARK = "\u2063paceline:the answer goes on here\u2063"  # between separators that nobody sees, so that no text holds it
 
 
-def encode_chat(
+def render_messages(
     messages: Sequence[ChatMessage],
     tokenizer: TextTokenizer,
     *,
@@ -22,9 +23,8 @@ def encode_chat(
     variables: Mapping[str, object] | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
-    check: Callable[[str], None] = lambda _text: None,
-) -> list[int]:
-    """The prompt of a chat.
+) -> RenderedChat:
+    """The prompt of a chat, before it is encoded.
 
     Args:
         messages: of the request.
@@ -33,9 +33,6 @@ def encode_chat(
         variables: further ones of the template.
         add_generation_prompt: end with what opens the assistant's turn.
         continue_final_message: end in the last message, so that the answer goes on with it.
-        check: of the rendered chat, before it is encoded; may raise.
-    Returns:
-        Token ids.
     Raises:
         FieldError: a message holds something other than text, or the last one cannot be gone on with.
         RequestError: there is no template, or it refuses the messages.
@@ -43,16 +40,13 @@ def encode_chat(
     plain = [as_template_takes(message, f"messages[{index}]") for index, message in enumerate(messages)]
     if continue_final_message:
         plain = [*plain[:-1], _marked(plain[-1])]
-    text = tokenizer.render_chat(
+    rendered = tokenizer.render(
         plain,
         add_generation_prompt=add_generation_prompt and not continue_final_message,
         tools=tools,
         variables=variables,
     )
-    if continue_final_message:
-        text = _cut_at_mark(text)
-    check(text)
-    return tokenizer.encode(text)
+    return rendered.cut(len(_cut_at_mark(rendered.text))) if continue_final_message else rendered
 
 
 def as_template_takes(message: ChatMessage, place: str) -> dict[str, Any]:
@@ -64,7 +58,10 @@ def as_template_takes(message: ChatMessage, place: str) -> dict[str, Any]:
     Raises:
         FieldError: it holds something other than text.
     """
-    plain: dict[str, Any] = {**(message.model_extra or {}), "role": message.role, "content": _text_of(message, place)}
+    further = dict(message.model_extra or {})
+    if isinstance(further.get("reasoning"), str):  # what some clients call it
+        further.setdefault("reasoning_content", further["reasoning"])
+    plain: dict[str, Any] = {**further, "role": message.role, "content": _text_of(message, place)}
     if message.tool_call_id is not None:
         plain["tool_call_id"] = message.tool_call_id
     if message.tool_calls:
@@ -76,7 +73,7 @@ def _text_of(message: ChatMessage, place: str) -> str:
     if isinstance(message.content, str):
         return message.content
     if message.content is None:
-        if message.tool_calls:
+        if message.tool_calls or (message.model_extra or {}).get("reasoning_content"):
             return ""
         raise FieldError(f"{place} has no content", param=f"{place}.content")
     texts = []

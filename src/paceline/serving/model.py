@@ -35,6 +35,7 @@ class ServedModel:
         num_draft_tokens: drafts per step, at most; 0 without a drafter.
         defaults: sampling where a request says nothing.
         facts: what `/server_info` tells, as plain JSON.
+        tells_reasoning: whether what a target thinks is told apart from what it says.
         created_s: when it was loaded, in seconds since 1970.
     """
 
@@ -48,6 +49,7 @@ class ServedModel:
     num_draft_tokens: int
     defaults: SamplingDefaults
     facts: Mapping[str, object]
+    tells_reasoning: bool = True
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     @functools.cached_property

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.engine.sampling import SamplingParameters
 from paceline.errors import shown
-from paceline.serving.chat import encode_chat
+from paceline.serving.answer_form import AnswerForm, answer_form
+from paceline.serving.chat import render_messages
 from paceline.serving.fields import FieldError, sampling_of
 from paceline.serving.model import ServedModel
 from paceline.serving.protocol import ChatCompletionRequest, CompletionRequest, SamplingFields
 from paceline.serving.samples import Asked
-from paceline.serving.tools import ToolUse, tool_use
+from paceline.serving.tools import tool_use
 
 DEFAULT_MAX_TOKENS = 16  # of a completion, by the OpenAI API; a chat has the room that there is
 MOST_SAMPLES = 1024  # answers of one request
@@ -25,11 +26,11 @@ class PreparedChat:
 
     Attributes:
         asked: of the engine.
-        tools: what its tools come to.
+        form: of its answers.
     """
 
     asked: Asked
-    tools: ToolUse
+    form: AnswerForm
 
 
 def prepare_chat(body: ChatCompletionRequest, model: ServedModel, timeout_s: float | None) -> PreparedChat:
@@ -65,21 +66,28 @@ def prepare_chat(body: ChatCompletionRequest, model: ServedModel, timeout_s: flo
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         structure=tools.grammar,
     )
-    variables = dict(body.chat_template_kwargs or {})
+    variables: dict[str, object] = {**tools.variables, **(body.chat_template_kwargs or {})}
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
+    if body.response_format is not None and model.tokenizer.has_channels:  # which are told of it
+        variables.setdefault("response_format", body.response_format.model_dump(by_alias=True, exclude_none=True))
     if not body.messages:
         raise FieldError("messages is empty; a chat needs at least one", param="messages")
-    prompt = encode_chat(
+    rendered = render_messages(
         body.messages,
         model.tokenizer,
         tools=tools.for_template,
         variables=variables,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=body.continue_final_message is True,
-        check=lambda text: _check_size(text, model, "messages"),
     )
-    return PreparedChat(_asked(body, [tuple(prompt)], sampling, model, "messages", timeout_s), tools)
+    _check_size(rendered.text, model, "messages")
+    prompt = tuple(model.tokenizer.encode_rendered(rendered))
+    form = answer_form(model.tokenizer, rendered.text, tools, tells_reasoning=model.tells_reasoning)
+    structure, begins_after = sampling.structured_output, form.structure_begins_after
+    if structure is not None and begins_after is not None:
+        sampling = replace(sampling, structured_output=replace(structure, begins_after=begins_after))
+    return PreparedChat(_asked(body, [prompt], sampling, model, "messages", timeout_s), form)
 
 
 def prepare_completion(body: CompletionRequest, model: ServedModel, timeout_s: float | None) -> Asked:

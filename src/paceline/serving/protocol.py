@@ -288,6 +288,7 @@ class AnswerMessage(Answer):
 
     role: Literal["assistant"] = "assistant"
     content: str | None
+    reasoning_content: str | None = None
     tool_calls: list[AnsweredCall] | None = None
 
 

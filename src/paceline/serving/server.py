@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from paceline.checkpoint.answer_parts import AnswerReader, PlainText
 from paceline.engine.request import RequestResult
 from paceline.serving.answers import chat_choice, completion_choice, drafting_metrics, usage_of
-from paceline.serving.chat import encode_chat
+from paceline.serving.chat import render_messages
 from paceline.serving.failures import UnknownModelError, error_body
 from paceline.serving.fields import FieldError, UnknownFields
 from paceline.serving.metrics import ServerMetrics
@@ -39,7 +40,7 @@ from paceline.serving.protocol import (
 from paceline.serving.samples import Asked, Event, run_samples
 from paceline.serving.stream import DEFAULT_PING_S, ChunkWriter, EventStream, frames_of, kept_alive, until_gone
 from paceline.serving.token_texts import TokenTexts
-from paceline.serving.tools import CallReader, for_template
+from paceline.serving.tools import for_template
 
 T = TypeVar("T")
 _CLIENT_HAS_GONE = 499  # nobody reads it; the log shows it
@@ -123,16 +124,12 @@ class Server:
         """Answer POST /v1/chat/completions."""
         ready = self._for(body)
         prepared = await asyncio.to_thread(prepare_chat, body, ready.model, self.options.request_timeout_s)
-        asked, tools = self._paced(prepared.asked, body), prepared.tools
+        asked, make_reader = self._paced(prepared.asked, body), prepared.form.make_reader
         hidden = self._hidden_ids(body, ready)
-
-        def reader() -> CallReader | None:
-            return CallReader(takes_several=tools.takes_several) if tools.reads_calls else None
-
         name = f"chatcmpl-{uuid.uuid4().hex}"
         events = run_samples(self.host.engine, asked, name, ready.metrics)
         if body.stream:
-            writer = self._writer(body, ready, name, asked, is_chat=True, reads_calls=reader)
+            writer = self._writer(body, ready, name, asked, is_chat=True, make_reader=make_reader)
             return await self._streamed(events, writer, asked, request)
         results = await unless_gone(request, _collect(events))
         if results is None:
@@ -141,7 +138,7 @@ class Server:
             id=name,
             created=_now_s(),
             model=ready.model.name,
-            choices=[chat_choice(index, one, ready.texts, hidden, reader()) for index, one in enumerate(results)],
+            choices=[chat_choice(index, one, ready.texts, hidden, make_reader()) for index, one in enumerate(results)],
             usage=usage_of(results, asked.sampling.n),
             metrics=drafting_metrics(results, ready.model.num_draft_tokens, self.options.metrics_level),
         )
@@ -182,7 +179,7 @@ class Server:
         asked: Asked,
         *,
         is_chat: bool,
-        reads_calls: Callable[[], CallReader | None] = lambda: None,
+        make_reader: Callable[[], AnswerReader] = PlainText,
     ) -> ChunkWriter:
         options = body.stream_options
         return ChunkWriter(
@@ -198,7 +195,7 @@ class Server:
             num_prompt_tokens=tuple(map(len, asked.prompts)),
             n=asked.sampling.n,
             num_top=asked.sampling.logprobs or 0,
-            reads_calls=reads_calls,
+            make_reader=make_reader,
             includes_usage=options is not None and options.include_usage is True,
             has_usage_everywhere=options is not None and options.continuous_usage_stats is True,
         )
@@ -258,7 +255,7 @@ class Server:
         if body.prompt is not None:
             ids = tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
         else:
-            ids = encode_chat(
+            rendered = render_messages(
                 body.messages or [],
                 tokenizer,
                 tools=for_template(body.tools) if body.tools else None,
@@ -266,6 +263,7 @@ class Server:
                 add_generation_prompt=body.add_generation_prompt is not False,
                 continue_final_message=body.continue_final_message is True,
             )
+            ids = tokenizer.encode_rendered(rendered)
         return Tokenized(
             count=len(ids),
             max_model_len=ready.model.max_model_len,

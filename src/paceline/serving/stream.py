@@ -19,6 +19,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from paceline.checkpoint.answer_parts import AnswerReader, FoundCall, Part, PlainText, Reasoning
 from paceline.engine.request import RequestDelta, RequestResult
 from paceline.serving.answers import (
     answered_call,
@@ -30,7 +31,6 @@ from paceline.serving.answers import (
 from paceline.serving.protocol import Usage
 from paceline.serving.samples import Event
 from paceline.serving.token_texts import TokenTexts
-from paceline.serving.tools import CallReader, FoundCall
 
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -46,7 +46,7 @@ def frame(value: object) -> bytes:
 class _Told:
     """What a reader of one choice has got."""
 
-    calls: CallReader | None
+    reader: AnswerReader
     has_begun: bool = False
     num_tokens: int = 0
     num_calls: int = 0
@@ -65,7 +65,7 @@ class ChunkWriter:
         num_prompt_tokens: of each prompt.
         n: answers per prompt.
         num_top: how many of the likeliest tokens were asked for.
-        reads_calls: makes a reader of calls for a choice, or None.
+        make_reader: makes a reader of a chat's choice.
         includes_usage: whether a chunk with usage ends the stream.
         has_usage_everywhere: whether every chunk says how far its choice is.
     """
@@ -77,26 +77,24 @@ class ChunkWriter:
     num_prompt_tokens: tuple[int, ...]
     n: int = 1
     num_top: int = 0
-    reads_calls: Callable[[], CallReader | None] = lambda: None
+    make_reader: Callable[[], AnswerReader] = PlainText
     includes_usage: bool = False
     has_usage_everywhere: bool = False
     _told: dict[int, _Told] = field(default_factory=dict)
 
     def chunks(self, index: int, delta: RequestDelta) -> list[dict[str, Any]]:
         """What a delta adds to a choice; nothing where its text is not complete yet."""
-        told = self._told.setdefault(index, _Told(self.reads_calls() if self.is_chat else None))
+        told = self._told.setdefault(index, _Told(self.make_reader() if self.is_chat else PlainText()))
         told.num_tokens += len(delta.token_ids)
         made = []
         if self.is_chat and not told.has_begun:
             made.append(self._chunk(index, {"delta": {"role": "assistant", "content": ""}}))
         told.has_begun = True
-        pieces: list[str | FoundCall] = [delta.text] if delta.text else []
-        if told.calls is not None:
-            pieces = told.calls.feed(delta.text)
-            if delta.finish_reason is not None:
-                pieces += told.calls.finish()
+        pieces: list[Part] = told.reader.feed(delta.text)
+        if delta.finish_reason is not None:
+            pieces += told.reader.finish()
         logprobs = self._logprobs(told, delta)
-        if logprobs is not None and not any(isinstance(piece, str) for piece in pieces):
+        if logprobs is not None and all(isinstance(piece, FoundCall) for piece in pieces):
             pieces.insert(0, "")  # tokens whose text is held back are told all the same
         for piece in pieces:
             if isinstance(piece, FoundCall):
@@ -117,8 +115,10 @@ class ChunkWriter:
         """Behind all choices."""
         return {**self.head, "choices": [], "usage": usage.model_dump()}
 
-    def _text(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text}} if self.is_chat else {"text": text}
+    def _text(self, piece: str | Reasoning) -> dict[str, Any]:
+        if isinstance(piece, Reasoning):
+            return {"delta": {"reasoning_content": piece.text}}
+        return {"delta": {"content": piece}} if self.is_chat else {"text": piece}
 
     def _call(self, index: int, told: _Told, call: FoundCall) -> dict[str, Any]:
         place = told.num_calls

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from typing import TYPE_CHECKING, Any
+
+from paceline.checkpoint.tiktoken_file import byte_of_character
 
 if TYPE_CHECKING:
     from paceline.checkpoint.tokenizer import TextTokenizer
@@ -107,16 +108,3 @@ def _is_byte_level(decoder: Any) -> bool:
         return False
     state = json.loads(decoder.__getstate__())  # JSON; nothing else tells of its parts
     return any(part.get("type") == "ByteLevel" for part in (state, *state.get("decoders", ())))
-
-
-@functools.cache
-def byte_of_character() -> dict[str, int]:
-    """The byte behind each character of a byte-level vocabulary.
-
-    Printable bytes of Latin-1 stand for themselves; the others are, in order, the characters from U+0100 on.
-
-    Source: the byte-level BPE of GPT-2.
-    """
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + rank): byte for rank, byte in enumerate(others)}

@@ -23,6 +23,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from paceline.trace.step import StepRecord
 
@@ -85,9 +86,7 @@ class AcceptanceSummary:
         num_accepted = sum(step[1] for step in steps)
         num_verified_accepted = sum(step[2] for step in steps)
         num_delivered = sum(step[3] for step in steps)
-        kept = [sum(accepted > j for _, accepted, _, _ in steps) for j in range(depth)]
-        had_draft = [sum(drafts > j for drafts, _, _, _ in steps) for j in range(depth)]
-        reached = [sum(accepted >= j and drafts > j for drafts, accepted, _, _ in steps) for j in range(depth)]
+        kept, had_draft, reached = count_positions([(drafts, accepted) for drafts, accepted, _, _ in steps])
         return cls(
             num_steps=num_steps,
             num_draft_tokens=num_draft_tokens,
@@ -106,6 +105,34 @@ class AcceptanceSummary:
     def to_dict(self) -> dict[str, object]:
         """Give plain JSON values; NaN becomes None."""
         return {name: _plain(value) for name, value in asdict(self).items()}
+
+
+class PositionCounts(NamedTuple):
+    """Steps at each position j, from 0 to the greatest depth.
+
+    Attributes:
+        kept: that kept the draft there, #{a > j}.
+        had_draft: that had one, #{d > j}.
+        reached: that had one and kept all before it, #{a >= j, d > j}.
+    """
+
+    kept: tuple[int, ...]
+    had_draft: tuple[int, ...]
+    reached: tuple[int, ...]
+
+
+def count_positions(steps: Sequence[tuple[int, int]]) -> PositionCounts:
+    """Count what `per_position` and `conditional` are ratios of.
+
+    Args:
+        steps: drafts and accepted drafts of each.
+    """
+    depth = max((drafts for drafts, _ in steps), default=0)
+    return PositionCounts(
+        tuple(sum(accepted > j for _, accepted in steps) for j in range(depth)),
+        tuple(sum(drafts > j for drafts, _ in steps) for j in range(depth)),
+        tuple(sum(accepted >= j and drafts > j for drafts, accepted in steps) for j in range(depth)),
+    )
 
 
 @dataclass(frozen=True)
@@ -130,13 +157,13 @@ class DraftTotals:
     def from_steps(cls, steps: Iterable[tuple[int, int]]) -> DraftTotals:
         """Count over (drafts, accepted) of each step; steps without drafts are left out."""
         found = [step for step in steps if step[0] >= 1]
-        depth = max((drafts for drafts, _ in found), default=0)
+        positions = count_positions(found)
         return cls(
             num_steps=len(found),
             num_draft_tokens=sum(drafts for drafts, _ in found),
             num_accepted=sum(accepted for _, accepted in found),
-            kept=tuple(sum(accepted > j for _, accepted in found) for j in range(depth)),
-            drafted=tuple(sum(drafts > j for drafts, _ in found) for j in range(depth)),
+            kept=positions.kept,
+            drafted=positions.had_draft,
         )
 
     @classmethod

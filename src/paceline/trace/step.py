@@ -16,6 +16,41 @@ from dataclasses import dataclass, field
 from paceline.errors import DataError
 
 
+@dataclass(frozen=True)
+class StepDetails:
+    """What a step tells beyond its tokens, where a trace was asked for with details (`EngineSettings.trace_details`).
+
+    Logarithms are natural, of probabilities at temperature 1 unless said otherwise; -100 stands for anything below. Row
+    i of a step is where the target judged draft i; rows behind the first refusal mean nothing and are left out.
+
+    Attributes:
+        draft_logprobs: of each draft under what it was drawn from: q where drafts are drawn, else the softmax of the
+            drafter's row, without what a DSpark or DFlash2 drafter adds for the token before. Empty where not known.
+        draft_entropies: of the same distributions in nats, where q has candidates of these alone. Empty likewise.
+        confidences: what a confidence head said of each draft, 0 to 1; empty without such a head.
+        target_logprobs: of each judged draft under the target: all kept ones, and the refused one behind them.
+        target_entropies: of the target's rows in nats, one more than drafts were kept.
+        target_top: the target's five likeliest tokens at these rows with their logarithms, best first.
+        bonus_logprob: of the target's own token under the target; None where there was none.
+        verify_ms: wall time of the target's pass, its head and the drafter's context included.
+        sampling_ms: of judging the drafts and committing.
+        draft_ms: of drafting the next block.
+        host_ms: what is left of `step_ms`.
+    """
+
+    draft_logprobs: tuple[float, ...] = ()
+    draft_entropies: tuple[float, ...] = ()
+    confidences: tuple[float, ...] = ()
+    target_logprobs: tuple[float, ...] = ()
+    target_entropies: tuple[float, ...] = ()
+    target_top: tuple[tuple[tuple[int, float], ...], ...] = ()
+    bonus_logprob: float | None = None
+    verify_ms: float = 0.0
+    sampling_ms: float = 0.0
+    draft_ms: float = 0.0
+    host_ms: float = 0.0
+
+
 # Not frozen: every request gets one in every step, and a frozen one takes several times as long to make.
 @dataclass(slots=True, unsafe_hash=True)
 class StepRecord:
@@ -32,6 +67,7 @@ class StepRecord:
         emitted_ids: all tokens delivered, the bonus included if it was.
         bonus_id: the target's own token; None when the step was cut before it or the row was unusable.
         step_ms: wall time of the step in milliseconds; a batched step counts in full for each of its requests.
+        details: what else was asked for; None where nothing was.
     """
 
     request_id: str
@@ -44,6 +80,7 @@ class StepRecord:
     emitted_ids: tuple[int, ...]
     bonus_id: int | None
     step_ms: float
+    details: StepDetails | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_accepted <= self.num_verified_accepted <= len(self.proposed_ids):

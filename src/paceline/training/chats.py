@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from paceline.checkpoint.tokenizer import TextTokenizer
+from paceline.configuration.run import DataSettings
 from paceline.errors import DataError, RequestError
 
 _log = logging.getLogger(__name__)
@@ -19,13 +22,29 @@ _RENDERED_TOO = ("tools", "functions", "documents")  # of a row: a server shows 
 class ChatEncoder(Protocol):
     """What reading chat files needs of a tokenizer."""
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> list[int]:
         """Messages through the target's template; at the end, if asked for, what opens the assistant's turn."""
         ...
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of rendered text, special tokens included."""
-        ...
+
+def chat_encoder(tokenizer: TextTokenizer, data: DataSettings) -> ChatEncoder | None:
+    """What renders and encodes a run's chats; None where the target has no template for them.
+
+    Args:
+        tokenizer: of the target.
+        data: of the run; its date is what the template is told, and without one the same chats are other data tomorrow.
+    """
+    if not tokenizer.has_chat_template:
+        return None
+    if data.template_date is not None:
+        return tokenizer.dated(data.template_date)
+    if any(file.suffix == ".jsonl" for file in data.files) and tokenizer.tells_the_date:
+        _log.warning(
+            "the chat template writes today's date: on another day the same chats are other data, also for --resume; "
+            "data.template_date=%s keeps it",
+            datetime.date.today(),
+        )
+    return tokenizer
 
 
 def read_chats(path: Path, encoder: ChatEncoder) -> list[tuple[list[int], list[bool]]]:
@@ -98,8 +117,8 @@ def encode_turns(
         if turn["role"] != "assistant":
             continue
         try:
-            prompt = encoder.encode(encoder.render_chat(turns[:index], add_generation_prompt=True))
-            whole = encoder.encode(encoder.render_chat(turns[: index + 1], add_generation_prompt=False))
+            prompt = encoder.encode_chat(turns[:index], add_generation_prompt=True)
+            whole = encoder.encode_chat(turns[: index + 1], add_generation_prompt=False)
             trailing = _num_trailing(encoder, turns[:index], whole)
         except RequestError as error:
             raise DataError(f"{where}: {error.message}", hint=error.hint) from error
@@ -132,9 +151,7 @@ def _num_trailing(encoder: ChatEncoder, history: Sequence[Mapping[str, str]], wh
         whole: tokens of the render with the answer.
     """
     others = [
-        encoder.encode(
-            encoder.render_chat([*history, {"role": "assistant", "content": answer}], add_generation_prompt=False)
-        )
+        encoder.encode_chat([*history, {"role": "assistant", "content": answer}], add_generation_prompt=False)
         for answer in ("0", "yes")
     ]
     return max(min(_common_ending(whole, other) for other in others) - 1, 0)

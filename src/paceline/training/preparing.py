@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from paceline.capture.feature_record import conversation_key
@@ -18,7 +19,7 @@ from paceline.models.drafters.table import Drafter
 from paceline.models.loading import LoadedTarget
 from paceline.training.attention_choice import choose_attention
 from paceline.training.batches import StepBatches
-from paceline.training.chats import ChatEncoder
+from paceline.training.chats import ChatEncoder, chat_encoder
 from paceline.training.continuing import Start, start_of
 from paceline.training.contract import drafter_contract
 from paceline.training.data import Conversations, drop_short, join, read_conversations, split_held_out
@@ -91,6 +92,7 @@ def read_data(run: TrainRun, vocab_size: int, encoder: ChatEncoder | None) -> Tr
     whole = join(train)
     learned = drop_short(whole, max_length=run.data.max_length, min_supervised=run.data.min_supervised)
     _warn_of_repeats(whole, held_out)
+    _warn_of_masks(whole, run.drafter.mask_token_id)
     return TrainingData(learned, held_out, whole)
 
 
@@ -107,6 +109,18 @@ def _warn_of_repeats(train: Conversations, held_out: Mapping[str, Conversations]
                 len(conversations),
                 name,
             )
+
+
+def _warn_of_masks(train: Conversations, mask_token_id: int | None) -> None:
+    """Say how often an answer holds the token that fills a block's rows: as an anchor it cannot be told from them."""
+    found = 0 if mask_token_id is None else int(np.count_nonzero(train.tokens[train.supervised] == mask_token_id))
+    if found:
+        _log.warning(
+            "drafter.mask_token_id %d stands %d times in the answers of the data: as an anchor it cannot be told from "
+            "the rows behind it; an id that no text holds is better",
+            mask_token_id,
+            found,
+        )
 
 
 def _keys(conversations: Conversations) -> Iterator[bytes]:
@@ -134,8 +148,7 @@ def prepare_run(run: TrainRun, target: LoadedTarget, ranks: Ranks) -> RunParts:
             hint="target.dtype=bfloat16",
         )
     ranks.require_even(run.schedule.batch_size)
-    encoder = target.tokenizer if target.tokenizer.has_chat_template else None
-    data = read_data(run, target.contract.vocab_size, encoder)
+    data = read_data(run, target.contract.vocab_size, chat_encoder(target.tokenizer, run.data))
     batches = StepBatches(run, data.train)
     contract = drafter_contract(run, target.contract)
     features = _features(run, target, contract, data, ranks)

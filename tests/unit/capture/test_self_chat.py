@@ -51,7 +51,26 @@ def written(target: LoadedTarget, rows: range = range(96), **changes: Any) -> Sh
 
 
 def test_the_template_is_found_around_the_user(target: LoadedTarget) -> None:
-    assert template_around_user(target) == (OPENING, CLOSING)
+    assert template_around_user(target) == (OPENING, CLOSING, 1)
+
+
+def test_a_turn_may_be_closed_by_more_than_its_end_token() -> None:
+    """As in Kimi-K3, where a mark and a name stand before it: the target has to write all of them."""
+    closing = [7, 8, END, 31]
+    source_ = source(chat_target(TemplateTokenizer(OPENING, closing)))
+    asked = [
+        Passage((5, 7, 8, END), "stop"),
+        Passage((5, 9, 8, END), "stop"),
+        Passage((7, 8, END), "stop"),
+        Passage((END,), "stop"),
+    ]
+    content = source_.shard(range(4), _Scripted(asked, [Passage((9, END), "stop")]))
+    assert [row.request.prompt_ids for row in content.rows] == [[*OPENING, 5, *closing]]
+    assert content.dropped == [
+        ("self-1", "user turn stops otherwise"),
+        ("self-2", "empty user turn"),
+        ("self-3", "user turn stops otherwise"),
+    ]
 
 
 def test_every_prompt_is_a_rendered_user_turn(target: LoadedTarget) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 from typing import Any
 
@@ -127,3 +128,11 @@ def test_nesting_without_end_is_a_request_error() -> None:
         )
     while deep:  # from outside in
         deep = deep.pop()
+
+
+def test_a_template_is_told_the_day_that_was_fixed() -> None:
+    template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", "a test")
+    messages = [{"role": "user", "content": "x"}]
+    day = datetime.date(2026, 12, 1)
+    assert template.render(messages, {}, add_generation_prompt=False, today=day) == "01 Dec 2026"
+    assert template.render(messages, {}, add_generation_prompt=False) == datetime.date.today().strftime("%d %b %Y")

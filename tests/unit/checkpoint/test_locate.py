@@ -93,7 +93,9 @@ def test_hub_name_out_of_cache_is_an_offline_error(tmp_path: Path, monkeypatch: 
     for locate in (locate_target, locate_drafter):
         with pytest.raises(OfflineError) as caught:
             locate("owner/name", offline=True)
-        assert "'owner/name'" in str(caught.value) and "hf download owner/name" in str(caught.value)
+        message = str(caught.value)
+        assert "'owner/name'" in message and "missing: config.json" in message
+        assert "`paceline download owner/name`" in message
 
 
 @pytest.mark.parametrize(("offline", "library_offline"), [(False, False), (True, False), (False, True)])
@@ -115,6 +117,24 @@ def test_hub_download_gets_the_offline_choice(
     assert seen["local_files_only"] is (offline or library_offline)
     patterns = seen["allow_patterns"]
     assert isinstance(patterns, list) and "*.safetensors" in patterns and "*.bin" not in patterns
+
+
+def test_a_revision_stands_behind_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    folder, asked = model_folder(tmp_path / "snapshot"), []
+
+    def download(name: str, **options: Any) -> str:
+        asked.append((name, options["revision"]))
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    for name in ("owner/name@v1.0", "owner/name@refs/pr/3", "owner/name"):
+        locate_target(name)
+    assert asked == [("owner/name", "v1.0"), ("owner/name", "refs/pr/3"), ("owner/name", None)]
+    monkeypatch.chdir(tmp_path)
+    here = model_folder(Path("owner/name@v1.0"))
+    assert locate_target("owner/name@v1.0") == here, "a path that exists wins"
 
 
 @pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin", "draft.pt"])

@@ -154,7 +154,7 @@ def test_tools_and_variables_reach_the_template(tmp_path: Path) -> None:
     tokenizer = open_tokenizer(make_folder(tmp_path, config={"chat_template": template}))
     assert tokenizer.chat_template == template
     message = {"role": "user", "content": "x", "name": "n", "tool_calls": [1]}
-    found = tokenizer.render_chat([message], tools=[{"a": 1}], variables={"mood": "calm"})
+    found = tokenizer.render([message], tools=[{"a": 1}], variables={"mood": "calm"}).text
     assert found == 'n[1][{"a": 1}]calm'
 
 

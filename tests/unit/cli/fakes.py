@@ -15,6 +15,8 @@ BLOCK = 4
 
 class FakeTokenizer:
     has_chat_template = True
+    special_ids: frozenset[int] = frozenset()
+    backend = SimpleNamespace(get_added_tokens_decoder=dict, decoder=None, id_to_token=chr)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return [ord(letter) for letter in text]
@@ -160,10 +162,15 @@ class FakeEngine:
 def fake_models(*, has_drafter: bool = True) -> Any:
     """What `load_models` returns, with nothing behind it."""
     weight = SimpleNamespace(dtype="torch.float32", device=SimpleNamespace(type="cpu"))
+    model = SimpleNamespace(norm=SimpleNamespace(weight=weight), named_parameters=list)
     target = SimpleNamespace(
-        model=SimpleNamespace(norm=SimpleNamespace(weight=weight)),
+        model=model,
+        linear_mode="plain",
         tokenizer=FakeTokenizer(),
         contract=SimpleNamespace(name="t", origin="t", vocab_size=1 << 17),
     )
-    drafter = SimpleNamespace(contract=SimpleNamespace(origin="d", aux_hidden_stream="prefix")) if has_drafter else None
+    drafter = None
+    if has_drafter:
+        contract = SimpleNamespace(origin="d", family="dflash", aux_hidden_stream="prefix")
+        drafter = SimpleNamespace(contract=contract, model=model, num_draft_tokens=BLOCK - 1)
     return SimpleNamespace(target=target, drafter=drafter)

@@ -12,6 +12,7 @@ from tests.unit.cli.fakes import FakeEngine, fake_models
 from tests.unit.cli.test_main import run
 
 from paceline.cli import running
+from paceline.trace.reader import read_answers
 
 
 @pytest.fixture
@@ -218,3 +219,24 @@ def test_nothing_that_the_drafter_has_learnt_is_asked(
     assert asked() == 300
     assert run([*command, "--dry-run"]) == 0
     assert f"{drafter} was trained on {chats}: what is measured on it may have been learnt" in capsys.readouterr().err
+
+
+def test_every_answer_goes_into_the_trace_with_its_set_turn_and_seed(
+    engine: FakeEngine, arguments: list[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "trace.jsonl"
+    assert run([*arguments, "--temperature", "1", "--seed", "10", "--trace-file", str(file), "-q"]) == 0
+    answers = list(read_answers(file))
+    prompts = [each.prompt for each in answers if each.prompt is not None]
+    assert [(prompt.set, prompt.id, prompt.turn, prompt.seed) for prompt in prompts] == [
+        ("first", "a", 0, 10),
+        ("first", "b", 0, 11),
+        ("first", "b", 1, 12),
+        ("first", "c", 0, 13),
+    ]
+    asked = {asked.seed: asked for asked in engine.asked}
+    assert sorted(asked) == [10, 11, 12, 13], "and these are the seeds that were drawn with"
+    assert [prompt.text for prompt in prompts] == ["x", None, None, "w"], "of several turns none is the question"
+    run_of = answers[0].run
+    assert run_of is not None and run_of["requests_at_once"] == 8
+    assert run_of["prompt_files"][0]["sha256"] == hashlib.sha256((tmp_path / "first.jsonl").read_bytes()).hexdigest()  # type: ignore[index]

@@ -10,7 +10,9 @@ from tests.unit.cli.fakes import ANSWER, FakeEngine, fake_models
 from tests.unit.cli.test_main import run
 
 from paceline.cli import running
-from paceline.trace.reader import read_traces
+from paceline.reporting.provenance import reproduce
+from paceline.trace.answer import hash_ids
+from paceline.trace.reader import read_answers, read_traces
 
 PLAIN = ["generate", "m", "--prompt", "hi"]
 WITH_DRAFTER = [*PLAIN, "--draft-model", "d"]
@@ -417,3 +419,31 @@ def test_settings_from_a_file_and_a_dry_run(
     assert settings["stop"] == ["\n\n"]
     assert found["num_prompts"] == 1
     assert engines[False].num_steps == 0
+
+
+def test_a_trace_says_what_was_asked_and_what_it_comes_from(engines: dict[bool, FakeEngine], tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    sampled = ["--temperature", "1", "--seed", "7", "-n", "2"]
+    assert run([*WITH_DRAFTER, "--prompt", "ho", *sampled, "--trace-file", str(file), "--compare"]) == 0
+    answers = list(read_answers(file))
+    assert [(each.name, each.is_plain) for each in answers] == [
+        (name, is_plain)
+        for name in ("prompt-0", "prompt-0, sample 1", "prompt-1", "prompt-1, sample 1")
+        for is_plain in (False, True)
+    ]
+    prompts = [each.prompt for each in answers if each.prompt is not None]
+    assert [prompt.seed for prompt in prompts] == [7, 7, 8, 8, 9, 9, 10, 10]
+    assert [prompt.text for prompt in prompts][::4] == ["hi", "ho"]
+    assert prompts[0].sha256 == hash_ids([ord("h"), ord("i")])
+    first = answers[0]
+    assert first.decode(first.trace.token_ids) == ANSWER, "it needs no tokenizer"
+    assert first.run is not None and first.run["requests_at_once"] == 1
+    settings = first.run["settings"]
+    assert isinstance(settings, dict) and settings["temperature"] == 1.0
+    command = reproduce(first)
+    assert command is not None and command.startswith("paceline generate m --draft-model d --prompt hi --seed 7 --set ")
+
+
+def test_details_need_a_file(engines: dict[bool, FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*WITH_DRAFTER, "--trace-details"]) == 2
+    assert "there is no trace_file" in capsys.readouterr().err

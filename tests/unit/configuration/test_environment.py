@@ -37,6 +37,7 @@ def test_all_variables() -> None:
         ("PACELINE_AUX_HIDDEN_STREAM", "both"),
         ("PACELINE_DEBUG", "yes"),
         ("PACELINE_NUM_THREADS", "0"),
+        ("PACELINE_NUM_THREADS", "100000"),
         ("PACELINE_NUM_THREADS", "two"),
         ("PACELINE_DEPENDENT_LAUNCH", "early"),
         ("PACELINE_THREADS", "2"),

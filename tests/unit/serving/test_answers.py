@@ -11,6 +11,8 @@ from tests.byte_level import byte_level_tokenizer
 from tests.tiny import EOS_ID
 from tokenizers import Tokenizer, models
 
+from paceline.checkpoint.answer_parts import PlainText
+from paceline.checkpoint.think_tags import ThinkTags
 from paceline.checkpoint.tokenizer import TextTokenizer
 from paceline.engine.request import RequestResult, TokenLogprobs
 from paceline.serving.answers import (
@@ -22,8 +24,9 @@ from paceline.serving.answers import (
     shown_entries,
     usage_of,
 )
+from paceline.serving.call_forms import HERMES_TAGS, KIMI_TAGS
+from paceline.serving.call_reader import CallReader
 from paceline.serving.token_texts import TokenTexts
-from paceline.serving.tools import CallReader
 from paceline.trace.step import RequestTrace, StepRecord
 
 TOKENIZER = byte_level_tokenizer()
@@ -201,16 +204,16 @@ def test_statistics_are_told_where_asked_for_and_of_one_answer() -> None:
 
 
 def test_a_plain_answer() -> None:
-    choice = chat_choice(3, result("hello"), TEXTS, HIDDEN, None)
+    choice = chat_choice(3, result("hello"), TEXTS, HIDDEN, PlainText())
     assert (choice.index, choice.finish_reason, choice.stop_reason) == (3, "stop", EOS_ID)
     assert (choice.message.content, choice.message.tool_calls, choice.logprobs) == ("hello", None, None)
-    assert chat_choice(0, result(CALL), TEXTS, HIDDEN, None).message.content == CALL  # nobody asked for calls
-    assert chat_choice(0, result(""), TEXTS, HIDDEN, CallReader()).message.content == ""
+    assert chat_choice(0, result(CALL), TEXTS, HIDDEN, PlainText()).message.content == CALL  # nobody asked for calls
+    assert chat_choice(0, result(""), TEXTS, HIDDEN, CallReader(HERMES_TAGS)).message.content == ""
 
 
 @pytest.mark.parametrize(("reason", "told"), [("stop", "tool_calls"), ("length", "length"), ("abort", "abort")])
 def test_an_answer_with_calls(reason: str, told: str) -> None:
-    choice = chat_choice(0, result(CALL + "\n" + CALL, reason), TEXTS, HIDDEN, CallReader())
+    choice = chat_choice(0, result(CALL + "\n" + CALL, reason), TEXTS, HIDDEN, CallReader(HERMES_TAGS))
     assert choice.finish_reason == told
     assert choice.message.content is None
     calls = choice.message.tool_calls or []
@@ -219,14 +222,24 @@ def test_an_answer_with_calls(reason: str, told: str) -> None:
 
 
 def test_text_beside_calls_stays() -> None:
-    choice = chat_choice(0, result("Let me see.\n" + CALL), TEXTS, HIDDEN, CallReader())
+    choice = chat_choice(0, result("Let me see.\n" + CALL), TEXTS, HIDDEN, CallReader(HERMES_TAGS))
     assert choice.message.content == "Let me see.\n"
-    assert chat_choice(0, result("no call"), TEXTS, HIDDEN, CallReader()).finish_reason == "stop"
+    assert chat_choice(0, result("no call"), TEXTS, HIDDEN, CallReader(HERMES_TAGS)).finish_reason == "stop"
+
+
+def test_a_thought_is_told_apart_and_the_targets_own_name_of_a_call_is_kept() -> None:
+    reader = ThinkTags(CallReader(KIMI_TAGS), begins_inside=True)
+    call = "<|tool_call_begin|>functions.f:3<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    choice = chat_choice(0, result(f"hm</think>{call}", "stop"), TEXTS, HIDDEN, reader)
+    assert (choice.message.reasoning_content, choice.message.content) == ("hm", None)
+    assert choice.message.tool_calls is not None and choice.message.tool_calls[0].id == "functions.f:3"
+    assert choice.finish_reason == "tool_calls"
+    assert chat_choice(0, result("hi"), TEXTS, HIDDEN, PlainText()).message.reasoning_content is None
 
 
 def test_log_probabilities_of_choices_are_those_of_shown_tokens() -> None:
     answer = result("ab", token_ids=(104, 105, EOS_ID), logprobs=(entry(104), entry(105), entry(EOS_ID)))
-    chat = chat_choice(0, answer, TEXTS, HIDDEN, None).logprobs
+    chat = chat_choice(0, answer, TEXTS, HIDDEN, PlainText()).logprobs
     text = completion_choice(0, answer, TEXTS, HIDDEN, 0).logprobs
     assert chat is not None and text is not None
     assert [one.token for one in chat.content] == text.tokens == ["a", "b"]

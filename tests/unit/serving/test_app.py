@@ -48,7 +48,7 @@ def test_tokens_there_and_back(served: Running) -> None:
     assert goes_on["tokens"] == open_turn["tokens"][:-1]
     tools = [{"type": "function", "function": {"name": "f"}}]
     with_tools = served.client.post("/tokenize", json={"messages": messages, "tools": tools}).json()
-    assert with_tools["tokens"] == tokenizer.encode(tokenizer.render_chat(messages, tools=tools))
+    assert with_tools["tokens"] == tokenizer.encode(tokenizer.render(messages, tools=tools).text)
     for body in ({}, {"prompt": "a", "messages": messages}):
         assert served.client.post("/tokenize", json=body).status_code == 400
     for tokens in ([-1], [10**6]):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.byte_level import byte_level_tokenizer
 
 from paceline.errors import RequestError
-from paceline.serving.chat import as_template_takes, encode_chat
+from paceline.serving.chat import as_template_takes, render_messages
 from paceline.serving.fields import FieldError
 from paceline.serving.protocol import ChatMessage
 
@@ -29,7 +29,7 @@ def messages(*contents: Any) -> list[ChatMessage]:
 
 def rendered(given: list[ChatMessage], template: str = WHOLE, **options: Any) -> str:
     tokenizer = byte_level_tokenizer(template)
-    return tokenizer.decode(encode_chat(given, tokenizer, **options), skip_special_tokens=False)
+    return render_messages(given, tokenizer, **options).text
 
 
 @pytest.mark.parametrize(
@@ -94,19 +94,8 @@ def test_tools_reach_the_template() -> None:
 
 def test_special_tokens_of_the_template_become_their_ids() -> None:
     tokenizer = byte_level_tokenizer(WHOLE)
-    ids = encode_chat(messages("q"), tokenizer)
+    ids = tokenizer.encode_rendered(render_messages(messages("q"), tokenizer))
     assert ids[0] == tokenizer.token_id("<|user|>") and ids[-1] == tokenizer.token_id("<|end|>")
-
-
-def test_a_chat_is_looked_at_before_it_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(text: str) -> None:
-        raise FieldError(text, param="messages")
-
-    tokenizer = byte_level_tokenizer()
-    monkeypatch.setattr(type(tokenizer), "encode", lambda *_, **__: pytest.fail("it was encoded"))
-    with pytest.raises(FieldError) as caught:
-        encode_chat(messages("why?"), tokenizer, check=refuse)
-    assert caught.value.message == "<|user|>why?<|end|><|assistant|>"
 
 
 # Messages
@@ -183,3 +172,12 @@ def test_nesting_that_a_template_cannot_write_is_refused() -> None:
     del message
     while deep:
         deep = deep.pop()
+
+
+def test_reasoning_by_its_other_name() -> None:
+    def taken(**message: Any) -> dict[str, Any]:
+        return as_template_takes(ChatMessage.model_validate({"role": "assistant", **message}), "messages[0]")
+
+    assert taken(content="a", reasoning="r")["reasoning_content"] == "r"
+    assert taken(content="a", reasoning="r", reasoning_content="s")["reasoning_content"] == "s"
+    assert taken(content=None, reasoning_content="s")["content"] == ""

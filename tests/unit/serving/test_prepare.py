@@ -10,8 +10,11 @@ from tests.byte_level import byte_level_tokenizer
 from tests.tiny import EOS_ID, VOCAB_SIZE
 from tokenizers import processors
 
+from paceline.checkpoint.answer_parts import PlainText
 from paceline.checkpoint.generation_defaults import SamplingDefaults
+from paceline.checkpoint.think_tags import ThinkTags
 from paceline.errors import RequestError
+from paceline.serving.call_reader import CallReader
 from paceline.serving.fields import FieldError
 from paceline.serving.model import ServedModel
 from paceline.serving.prepare import DEFAULT_MAX_TOKENS, MOST_SAMPLES, PreparedChat, prepare_chat, prepare_completion
@@ -106,12 +109,40 @@ def test_turns_that_go_on_or_do_not_begin() -> None:
     assert chat(messages=told, continue_final_message=True, add_generation_prompt=False).asked.prompts[0] == goes_on
 
 
+def test_a_chat_that_is_too_long_is_never_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(MODEL.tokenizer), "encode", lambda *_, **__: pytest.fail("it was encoded"))
+    with pytest.raises(FieldError, match="leaves no room for a new one") as caught:
+        chat(messages=[{"role": "user", "content": "a" * 100_000}])
+    assert caught.value.param == "messages"
+
+
+THINKS = byte_level_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}<|assistant|><think>\n{# </think> #}")
+
+
+def test_where_the_target_thinks_first_a_form_begins_behind_that() -> None:
+    def prepared(model: ServedModel = MODEL, **fields: Any) -> PreparedChat:
+        body = ChatCompletionRequest.model_validate({"messages": MESSAGES, **fields})
+        return prepare_chat(body, model, timeout_s=None)
+
+    form = {"response_format": {"type": "json_object"}}
+    thinks = replace(MODEL, tokenizer=THINKS)
+    structure = prepared(thinks, **form).asked.sampling.structured_output
+    assert structure is not None and (structure.kind, structure.begins_after) == ("json_object", "</think>")
+    assert isinstance(prepared(thinks).form.make_reader(), ThinkTags)
+    quiet = prepared(replace(thinks, tells_reasoning=False), **form)
+    structure = quiet.asked.sampling.structured_output
+    assert structure is not None and structure.begins_after is None
+    assert isinstance(quiet.form.make_reader(), PlainText)
+
+
 def test_tools_reach_template_and_grammar() -> None:
     prepared = chat(tools=CALLS, tool_choice="required")
     assert '"name": "f"' in text_of(prepared.asked.prompts[0])
-    assert prepared.asked.sampling.structured_output is prepared.tools.grammar is not None
+    structure = prepared.asked.sampling.structured_output
+    assert structure is not None and structure.kind == "grammar" and structure.begins_after is None
+    assert isinstance(prepared.form.make_reader(), CallReader)
     hidden = chat(tools=CALLS, tool_choice="none")
-    assert hidden.asked.prompts == chat().asked.prompts and not hidden.tools.reads_calls
+    assert hidden.asked.prompts == chat().asked.prompts and isinstance(hidden.form.make_reader(), PlainText)
 
 
 @pytest.mark.parametrize(

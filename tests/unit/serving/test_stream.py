@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 from tests.served import byte_level_tokenizer
 
+from paceline.checkpoint.answer_parts import PlainText
+from paceline.checkpoint.think_tags import ThinkTags
 from paceline.engine.request import RequestDelta, RequestResult, TokenLogprobs
 from paceline.errors import NumericError
 from paceline.serving.answers import usage_of
+from paceline.serving.call_forms import HERMES_TAGS
+from paceline.serving.call_reader import CallReader
 from paceline.serving.samples import Event
 from paceline.serving.stream import DONE, PING, ChunkWriter, EventStream, frame, frames_of, kept_alive
 from paceline.serving.token_texts import TokenTexts
-from paceline.serving.tools import CallReader
 from paceline.trace.step import RequestTrace
 
 HEAD = {"id": "x-1", "object": "chat.completion.chunk", "created": 5, "model": "tiny"}
@@ -128,7 +131,7 @@ def test_calls_come_whole_and_in_order() -> None:
     text = f"So: {call}\n{call}"
     events: list[Event] = [(0, delta(character)) for character in text]
     events += [(0, delta("", (2,), "stop")), (0, result(reason="stop"))]
-    found = told(events, writer(reads_calls=CallReader))
+    found = told(events, writer(make_reader=lambda: CallReader(HERMES_TAGS)))
     deltas = [chunk["choices"][0]["delta"] for chunk in found[:-1]]
     assert "".join(each.get("content", "") for each in deltas) == "So: "
     calls = [each["tool_calls"][0] for each in deltas if "tool_calls" in each]
@@ -138,9 +141,19 @@ def test_calls_come_whole_and_in_order() -> None:
     assert found[-2]["choices"][0]["finish_reason"] == "tool_calls"
 
 
+def test_thoughts_come_in_a_field_of_their_own() -> None:
+    events: list[Event] = [(0, delta("<think>h", (5,), has_logprobs=True)), (0, delta("m</think>Yes.", (6,)))]
+    events += [(0, delta("", (2,), "stop")), (0, result(reason="stop"))]
+    found = told(events, writer(make_reader=lambda: ThinkTags(PlainText(), begins_inside=False)))
+    deltas = [chunk["choices"][0]["delta"] for chunk in found[:-1]]
+    assert [each.get("reasoning_content") for each in deltas[1:4]] == ["h", "m", None]
+    assert "".join(each.get("content", "") for each in deltas) == "Yes."
+    assert len(found[1]["choices"][0]["logprobs"]["content"]) == 1
+
+
 def test_a_call_that_was_cut_off_is_text() -> None:
     events: list[Event] = [(0, delta('<tool_call>{"name', reason="length")), (0, result())]
-    found = told(events, writer(reads_calls=CallReader))
+    found = told(events, writer(make_reader=lambda: CallReader(HERMES_TAGS)))
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in found[:-1]) == '<tool_call>{"name'
     assert found[-2]["choices"][0]["finish_reason"] == "length"
 

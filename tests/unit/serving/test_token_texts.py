@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from tests.byte_level import byte_level_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from paceline.checkpoint.tiktoken_file import byte_of_character
 from paceline.checkpoint.tokenizer import TextTokenizer
-from paceline.serving.token_texts import FewestTokens, TokenTexts, byte_of_character
+from paceline.serving.token_texts import FewestTokens, TokenTexts
 
 
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"])))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,15 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.byte_level import byte_level_tokenizer
 from tests.tiny import EOS_ID, VOCAB_SIZE
+from tests.tiny_kimi_text import write_kimi_text
 from tokenizers import AddedToken
 
+from paceline.checkpoint.answer_parts import FoundCall
+from paceline.checkpoint.tokenizer import open_tokenizer
 from paceline.engine.grammar import GrammarCompiler
 from paceline.engine.structured import StructuredOutput
+from paceline.serving.call_forms import HERMES_TAGS, KIMI, KIMI_TAGS, LLAMA
+from paceline.serving.call_reader import CallReader
 from paceline.serving.fields import FieldError
-from paceline.serving.protocol import ChatCompletionRequest
-from paceline.serving.tools import CLOSE, OPEN, CallReader, FoundCall, ToolUse, tool_use
+from paceline.serving.protocol import ChatCompletionRequest, ChatMessage
+from paceline.serving.tools import ToolUse, tool_use
 
 Piece = str | FoundCall
+OPEN, CLOSE = HERMES_TAGS.opening, HERMES_TAGS.closing
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 
 
@@ -36,7 +43,7 @@ def joined(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def read(*pieces: str, takes_several: bool = True) -> list[Piece]:
-    reader = CallReader(takes_several=takes_several)
+    reader = CallReader(HERMES_TAGS, takes_several=takes_several)
     found = [piece for text in pieces for piece in reader.feed(text)]
     return joined([*found, *reader.finish()])
 
@@ -106,7 +113,7 @@ def test_calls_and_what_is_none(text: str, found: list[Piece]) -> None:
 
 
 def test_white_space_within_text_behind_a_call_stays() -> None:
-    reader = CallReader()
+    reader = CallReader(HERMES_TAGS)
     given = [call("f"), "\n", " ", "a", " ", "b", "\n"]
     assert joined([piece for text in given for piece in reader.feed(text)]) == [FoundCall("f", "{}"), "a b\n"]
 
@@ -116,7 +123,7 @@ def test_only_the_first_call_where_one_is_wanted() -> None:
 
 
 def test_plain_text_is_not_held_back() -> None:
-    reader = CallReader()
+    reader = CallReader(HERMES_TAGS)
     assert reader.feed("a < b") == ["a < b"]
     assert reader.feed(" and <tool") == [" and "]
     assert reader.feed("box>") == ["<toolbox>"]
@@ -138,13 +145,13 @@ def test_plain_text_is_not_held_back() -> None:
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_what_cannot_be_read_or_sent_stays_text(written: str, is_cut: bool) -> None:
     text = OPEN + written + ("" if is_cut else CLOSE)
-    reader = CallReader()
+    reader = CallReader(HERMES_TAGS)
     found = [*reader.feed(text), *reader.finish()]
     assert "".join(piece for piece in found if isinstance(piece, str)) == text
 
 
 def test_a_whole_pair_is_sent_as_its_character() -> None:
-    found = CallReader().feed(OPEN + r'{"name": "f", "arguments": {"x": "\ud83d\ude00"}}' + CLOSE)
+    found = CallReader(HERMES_TAGS).feed(OPEN + r'{"name": "f", "arguments": {"x": "\ud83d\ude00"}}' + CLOSE)
     assert found == [FoundCall("f", '{"x": "\U0001f600"}')]
 
 
@@ -287,3 +294,70 @@ def test_what_a_grammar_allows_is_read_as_a_call() -> None:
     text = written("f.1-_", '{"a": 1}')
     assert fits(body(tool_choice="required"), text)
     assert read(*text) == [FoundCall("f.1-_", '{"a": 1}')]
+
+
+LLAMA_TEMPLATE = '{{ tools | tojson }}{{ messages | tojson }}{# <|python_tag|> {"name": x, "parameters": y} #}'
+
+
+def test_a_llama_call_is_forced_as_it_is_read() -> None:
+    use = tool_use(body(tool_choice="required"), byte_level_tokenizer(LLAMA_TEMPLATE))
+    assert use.form is LLAMA and use.grammar is not None
+    begin = json.dumps('{"name": "f.1-_", "parameters": ')
+    assert str(use.grammar.value).splitlines()[1] == f'call_0: {begin} arguments_0 "}}"'
+
+
+# Calls of Kimi targets
+
+KIMI_TEMPLATE = "{{ tools | tojson }}{% if false %}<|tool_call_begin|>{% endif %}{{ messages | tojson }}"
+
+
+def kimi_call(name: str, arguments: str, index: int = 0) -> str:
+    return f"<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+
+
+def read_kimi(*pieces: str, takes_several: bool = True) -> list[Piece]:
+    reader = CallReader(KIMI_TAGS, takes_several=takes_several)
+    found = [piece for text in pieces for piece in reader.feed(text)]
+    return joined([*found, *reader.finish()])
+
+
+SECTION = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+
+
+def test_calls_of_kimi_targets() -> None:
+    calls = kimi_call("f", '{"a": "<|tool_call_end|>"}') + kimi_call("g.h-i", "{}", 1)
+    text = f"One moment.{SECTION[0]}{calls}{SECTION[1]}\n"
+    first = FoundCall("f", '{"a": "<|tool_call_end|>"}', "functions.f:0")
+    assert read_kimi(text) == ["One moment.", first, FoundCall("g.h-i", "{}", "functions.g.h-i:1")]
+    assert read_kimi(*text) == read_kimi(text)
+    assert read_kimi(text, takes_several=False) == ["One moment.", first]
+    for broken in (
+        kimi_call("f", "[1]"),
+        "<|tool_call_begin|>f<|tool_call_argument_begin|>{}<|tool_call_end|>",
+        "<|tool_call_begin|>functions.f:0{}<|tool_call_end|>",
+        "<|tool_call_begin|>functions.f:0",
+    ):
+        assert read_kimi(*broken) == [broken]
+
+
+def test_a_kimi_call_is_forced_with_the_next_number() -> None:
+    tokenizer = byte_level_tokenizer(KIMI_TEMPLATE)
+    called = {"function": {"name": "f.1-_", "arguments": "{}"}, "id": "functions.f.1-_:0"}
+    asked = body(tool_choice="required").model_copy(
+        update={"messages": [ChatMessage.model_validate({"role": "assistant", "tool_calls": [called, called]})]}
+    )
+    use = tool_use(asked, tokenizer)
+    assert use.form is KIMI and use.grammar is not None
+    begin = "<|tool_calls_section_begin|><|tool_call_begin|>functions.f.1-_:2<|tool_call_argument_begin|>"
+    assert str(use.grammar.value).splitlines()[1].startswith(f'call_0: "{begin}" arguments_0')
+
+
+def test_kimi_k3_is_told_and_not_forced(tmp_path: Path) -> None:
+    write_kimi_text(tmp_path)
+    tokenizer = open_tokenizer(tmp_path)
+    use = tool_use(body(tool_choice="required"), tokenizer)
+    assert use.reads_calls and use.form is None and use.grammar is None
+    assert use.variables == {"tool_choice": "required"}
+    with pytest.raises(FieldError, match="not which function") as caught:
+        tool_use(body(tool_choice={"type": "function", "function": {"name": "f.1-_"}}), tokenizer)
+    assert caught.value.param == "tool_choice"

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import DataError
-from paceline.trace.reader import read_traces, trace_from_json
+from paceline.trace.answer import TracedAnswer
+from paceline.trace.reader import line_from_json, read_traces
 from paceline.trace.step import RequestTrace, StepRecord
 from paceline.trace.writer import trace_to_json
 
@@ -38,7 +39,7 @@ def traces(draw: st.DrawFn) -> RequestTrace:
 def test_what_is_written_is_read(trace: RequestTrace) -> None:
     line = trace_to_json(trace)
     assert "\n" not in line
-    assert trace_from_json(line, place="here") == trace
+    assert line_from_json(line, place="here") == TracedAnswer(trace)
 
 
 def changed(**changes: Any) -> str:
@@ -57,7 +58,8 @@ def changed(**changes: Any) -> str:
         ("\n", "is not JSON"),
         ('{"schema": ' + "1" * 5000 + "}", "is not JSON that can be read: .*4300 digits"),
         ("[" * 100_000, "is not JSON that can be read: .*recursion"),
-        (changed(schema=2), "has trace schema 2; this version reads schema 1"),
+        (changed(schema=3), "has trace schema 3; this version reads schemas 1 and 2"),
+        (changed(schema=True), "has trace schema true|has trace schema True"),
         (changed(method="gone"), "lacks method"),
         (changed(speed=3), "has unknown speed"),
         (changed(lossless=1), "lossless should be true or false, found 1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -13,11 +14,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.tiny_run import write_token_file
+from tests.byte_level import byte_level_tokenizer
+from tests.tiny_run import tiny_settings, write_token_file
 
 from paceline.capture.shards import ShardFolder
-from paceline.errors import DataError, RequestError
+from paceline.checkpoint.tokenizer import TextTokenizer
+from paceline.configuration.load import load_settings, to_toml
+from paceline.configuration.run import DataSettings, TrainRun
+from paceline.errors import ConfigError, DataError, RequestError
 from paceline.training.anchors import anchor_candidates
+from paceline.training.chats import chat_encoder
 from paceline.training.data import BatchOrder, Conversations, drop_short, join, read_conversations, split_held_out
 
 SPECIAL = {"<": 1, ">": 2, "/": 3}  # start, end, newline
@@ -32,7 +38,8 @@ class ChatML:
         rendered = "".join(f"<{m['role'][0].upper()}/{m['content']}>{self.trailing}" for m in messages)
         return rendered + ("<A/" if add_generation_prompt else "")
 
-    def encode(self, text: str) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> list[int]:
+        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
         return [SPECIAL.get(character, 100 + ord(character)) for character in text]
 
 
@@ -495,3 +502,36 @@ def test_batches_pad_little_without_being_sorted_over_the_epoch() -> None:
 def test_too_few_conversations_for_a_batch_are_refused() -> None:
     with pytest.raises(DataError, match=r"3 conversations to train on, schedule\.batch_size is 4"):
         BatchOrder(np.arange(3), 4, 0)
+
+
+def test_a_template_that_writes_the_date(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The same chats are other data on another day, unless the day is fixed; tokens and other templates do not care."""
+    dated = byte_level_tokenizer("{{ strftime_now('%d') }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    day = datetime.date(2026, 2, 3)
+
+    def encoder(tokenizer: TextTokenizer, file: str, **settings: Any) -> Any:
+        return chat_encoder(tokenizer, DataSettings(files=(Path(file),), **settings))
+
+    fixed = encoder(dated, "c.jsonl", template_date=day)
+    assert dated.decode(fixed.encode_chat([turn("user", "a")])) == "03a"
+    assert encoder(dated, "c.npz") is dated and not caplog.records
+    assert encoder(byte_level_tokenizer(), "c.jsonl", template_date=None) is byte_level_tokenizer()
+    assert encoder(byte_level_tokenizer(""), "c.jsonl") is None and not caplog.records
+    encoder(dated, "c.jsonl")
+    (said,) = caplog.records
+    assert f"data.template_date={datetime.date.today()}" in said.message
+
+
+def test_a_date_in_files_of_settings_and_on_the_command_line(tmp_path: Path) -> None:
+    """TOML has dates of its own; what `to_toml` writes is read back."""
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(tiny_settings(tmp_path, tmp_path / "c.jsonl")))
+    day = datetime.date(2026, 2, 3)
+    assert load_settings(TrainRun, file).data.template_date is None
+    run = load_settings(TrainRun, file, ["data.template_date=2026-02-03"])
+    assert run.data.template_date == day
+    file.write_text(to_toml(run))
+    assert load_settings(TrainRun, file).data.template_date == day
+    assert load_settings(TrainRun, file, ["data.template_date=none"]).data.template_date is None
+    with pytest.raises(ConfigError, match="template_date"):
+        load_settings(TrainRun, file, ["data.template_date=yesterday"])

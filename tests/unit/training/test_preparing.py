@@ -39,3 +39,15 @@ def test_held_out_conversations_that_are_learnt_are_counted(tmp_path: Path, capl
     read_data(tiny_settings(tmp_path / "out", files[0], data_files=list(map(str, files))), 64, None)
     said = [record.getMessage() for record in caplog.records if "word for word" in record.getMessage()]
     assert [message.split(" are ")[0] for message in said] == ["2 of 4 held-out conversations of a.npz"]
+
+
+def test_a_mask_that_answers_hold_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [[5, 6, 7, 8, 9, 8], [8, 8, 5, 6, 7, 5], *([8, 8, 8, 8, 8, 8] for _ in range(4))]  # the last are held out
+    data = write_token_file(tmp_path / "data.npz", rows, num_prompt_tokens=2)
+    run = tiny_settings(tmp_path / "run", data, drafter_mask_token_id=8)
+    read_data(run, 16, None)
+    (said,) = [record.message for record in caplog.records if "mask_token_id" in record.message]
+    assert said.startswith("drafter.mask_token_id 8 stands 2 times in the answers")  # those of prompts are no anchors
+    caplog.clear()
+    read_data(tiny_settings(tmp_path / "run", data, drafter_mask_token_id=10), 16, None)
+    assert not any("mask_token_id" in record.message for record in caplog.records)

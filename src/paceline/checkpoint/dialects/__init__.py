@@ -8,6 +8,7 @@ from __future__ import annotations
 from paceline.checkpoint.dialects.defaults import default_target_layer_ids
 from paceline.checkpoint.dialects.files import (
     DrafterFiles,
+    is_drafter_folder,
     read_draft_to_target,
     read_drafter,
     read_drafter_contract,
@@ -31,6 +32,7 @@ __all__ = [
     "detect_dialect",
     "file_names",
     "is_drafter_config",
+    "is_drafter_folder",
     "read_draft_to_target",
     "read_drafter",
     "read_drafter_contract",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from paceline.checkpoint.config_reader import ConfigReader
 from paceline.checkpoint.contract import DrafterContract
 from paceline.checkpoint.dialects.fields import says_tied
 from paceline.checkpoint.dialects.keys import UNSTATED
-from paceline.checkpoint.dialects.table import Dialect, contract_from_config, detect_dialect
+from paceline.checkpoint.dialects.table import Dialect, contract_from_config, detect_dialect, is_drafter_config
 from paceline.checkpoint.dialects.taps import log_taps
 from paceline.checkpoint.dialects.tensors import D2T, T2D, canonical_names, fused_parts, ignored_names
 from paceline.checkpoint.locate import read_json
@@ -102,6 +103,15 @@ def read_drafter_contract(folder: Path) -> DrafterContract:
     if quantization is None:
         return contract
     return dataclasses.replace(contract, quantization=str(read_quantization_config(quantization, origin=origin)))
+
+
+def is_drafter_folder(path: Path) -> bool:
+    """Whether a folder's config describes a drafter; a damaged config is left to the strict readers."""
+    try:
+        config = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(config, dict) and is_drafter_config(config)
 
 
 def read_draft_to_target(source: TensorSource, contract: DrafterContract) -> Tensor | None:
