@@ -39,8 +39,9 @@ demo: $(READY) ## generate with the shipped drafter, beside plain decoding, and 
 		--prompt "What is the difference between a list and a tuple in Python? Give a short example of each." \
 		--max-tokens 128 --compare --trace --linear-mode row_invariant
 
+# Long tests come first; without stealing, one worker would get all of them, and four cores take as long as three.
 test: $(READY) ## run the tests that need no GPU and no network
-	$(BIN)/python -m pytest -n auto $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 lint: $(READY) ## check style, imports between layers, and spelling
 	$(BIN)/ruff check .

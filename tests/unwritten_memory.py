@@ -34,9 +34,13 @@ def _spoiling(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         tensor = allocate(*args, **kwargs)
         # Tensors of other kinds (fake ones, say) have no memory, and `out` has an owner who may have written it. A test
         # that watches every operation would see this one, too.
-        is_ours = tensor.device.type == "cpu" and type(tensor) is Tensor and "out" not in kwargs
+        is_ours = tensor.is_cpu and type(tensor) is Tensor and "out" not in kwargs
         if is_ours and tensor.numel() <= LARGEST and _get_current_dispatch_mode() is None:
-            with torch.no_grad():
+            # some 150 times a step of an engine: what need not be asked or made is not
+            if tensor.requires_grad:
+                with torch.no_grad():
+                    tensor.fill_(_nonsense(tensor.dtype))
+            else:
                 tensor.fill_(_nonsense(tensor.dtype))
         return tensor
 
@@ -44,6 +48,7 @@ def _spoiling(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return spoilt
 
 
+@functools.cache
 def _nonsense(dtype: torch.dtype) -> float | int | bool:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")

@@ -81,5 +81,6 @@ def _fill(name: str, module: str, parameter: Tensor, generator: torch.Generator)
 
 def materialise(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Give a model that was made on the meta device memory for its weights, which are then set."""
-    model.to(dtype).to_empty(device=device)
+    # what `to_empty` does, but for `empty_like` of a meta tensor, which imports sympy
+    model.to(dtype)._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
     model.requires_grad_(False)

@@ -33,6 +33,8 @@ def rope_frequencies(rope: RopeSettings, head_size: int) -> tuple[Tensor, float]
 
 def position_table(rope: RopeSettings, head_size: int, num_positions: int) -> Tensor:
     """float32 [num_positions, 2, head_size / 2] for `apply_rotary`."""
+    if torch.empty(0).is_meta:  # only the shape counts there, and to compute on that device imports torch's compiler
+        return torch.empty(num_positions, 2, head_size // 2)
     frequencies, scale = rope_frequencies(rope, head_size)
     return rotary_table(frequencies, num_positions, scale=scale)
 

@@ -133,7 +133,7 @@ def test_a_dry_run_never_loads_torch(tmp_path: Path) -> None:
 
 
 def test_help_answers_at_once() -> None:
-    """Half a second of a core, the best of five: what else the machine is busy with does not count."""
+    """Half a second of a core, at best of five: what else the machine is busy with does not count."""
 
     def once() -> float:
         before = os.times()
@@ -141,7 +141,7 @@ def test_help_answers_at_once() -> None:
         after = os.times()
         return after.children_user + after.children_system - before.children_user - before.children_system
 
-    assert min(once() for _ in range(5)) < 0.5
+    assert any(once() < 0.5 for _ in range(5))
 
 
 _WITHOUT_LOADING = ["generate", "m", "--prompt", "x", "--dry-run", "--json"]  # writes JSON, and never imports torch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import signal
 import subprocess
 import sys
 import textwrap
@@ -235,7 +236,11 @@ def test_a_process_ends_although_nobody_stopped_the_engine() -> None:
     """
     for kind, code in (("leave", 0), ("interrupt", 130)):
         done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(script), kind], capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", textwrap.dedent(script), kind],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where tests run in background
         )
         assert (done.returncode, done.stderr) == (code, ""), done.stderr
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.contract import MarkovSettings
-from paceline.models.layers import Linear
+from paceline.models.layers import Linear, empty_embedding
 
 
 class MarkovHead(nn.Module):
@@ -33,7 +33,7 @@ class MarkovHead(nn.Module):
     ) -> None:
         super().__init__()
         rank = settings.rank
-        self.markov_w1 = nn.Embedding(target_vocab_size, rank)
+        self.markov_w1 = empty_embedding(target_vocab_size, rank)
         self.markov_w2 = Linear(rank, draft_vocab_size)
         is_gated, is_recurrent = settings.kind == "gated", settings.kind == "rnn"
         self.gate_proj = Linear(hidden_size + rank, rank, bias=True) if is_gated else None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.contract import DrafterContract
-from paceline.models.layers import GivesBestScores, Linear, score_rows
+from paceline.models.layers import GivesBestScores, Linear, empty_embedding, score_rows
 from paceline.ops.embed_rows import gather_rows
 
 
@@ -42,7 +42,7 @@ class DraftVocabulary(nn.Module):
         self.contract = contract
         self.embed_tokens: nn.Embedding | None = None
         if contract.has_own_embedding:
-            self.embed_tokens = nn.Embedding(contract.vocab_size, contract.hidden_size)
+            self.embed_tokens = empty_embedding(contract.vocab_size, contract.hidden_size)
         self.lm_head = Linear(contract.hidden_size, contract.draft_vocab_size) if contract.has_own_head else None
         self.mask_embedding_D: Tensor | None
         mask = torch.zeros(contract.hidden_size) if contract.has_mask_embedding else None

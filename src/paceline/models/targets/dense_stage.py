@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.contract import AuxHiddenStream, CaptureId, TargetContract
 from paceline.models.capabilities import check_capture_ids
-from paceline.models.layers import Attend, DecoderLayer, Linear, RMSNorm, RotaryRows
+from paceline.models.layers import Attend, DecoderLayer, Linear, RMSNorm, RotaryRows, empty_embedding
 from paceline.models.positions import position_table
 from paceline.models.taps import TapCollector
 from paceline.models.targets.stage import HandOver, require_layers
@@ -47,7 +47,7 @@ class DenseStage(nn.Module):
         require_layers(contract, start, end)
         self.contract, self.start, self.end = contract, start, end
         self._num_positions = max_positions or contract.max_position_embeddings
-        self.embed_tokens = nn.Embedding(contract.vocab_size, contract.hidden_size) if start == 0 else None
+        self.embed_tokens = empty_embedding(contract.vocab_size, contract.hidden_size) if start == 0 else None
         self.layers = nn.ModuleList(
             decoder_layer(contract) if start <= layer < end else nn.Identity() for layer in range(contract.num_layers)
         )

@@ -33,7 +33,8 @@ class Float32Block(Block):
             moved = fn(tensor)
             if moved.dtype in (torch.float32, torch.float64):
                 return moved
-            return torch.empty_like(moved, dtype=torch.float32) if moved.is_meta else tensor.to(moved.device)
+            wide = torch.float32
+            return torch.empty(moved.shape, dtype=wide, device="meta") if moved.is_meta else tensor.to(moved.device)
 
         return super()._apply(keep, recurse)  # type: ignore[no-untyped-call]
 

@@ -24,7 +24,7 @@ from paceline.checkpoint.kimi_names import boundary_names
 from paceline.errors import CheckpointError
 from paceline.models.capabilities import check_capture_ids
 from paceline.models.hybrid import HybridAttend
-from paceline.models.layers import Linear, RMSNorm
+from paceline.models.layers import Linear, RMSNorm, empty_embedding
 from paceline.models.taps import TapCollector
 from paceline.models.targets.kimi_layer import KimiLayer, MixtureScores, ResidualStream, num_closed_blocks
 from paceline.models.targets.stage import HandOver, require_layers
@@ -84,7 +84,7 @@ class KimiStage(nn.Module):
         require_layers(contract, start, end)
         self.contract, self.start, self.end = contract, start, end
         self.block_size = kimi.residual_block_size
-        self.embed_tokens = nn.Embedding(contract.vocab_size, contract.hidden_size) if start == 0 else None
+        self.embed_tokens = empty_embedding(contract.vocab_size, contract.hidden_size) if start == 0 else None
         self.layers = nn.ModuleList(
             KimiLayer(contract, layer) if start <= layer < end else nn.Identity()
             for layer in range(contract.num_layers)
