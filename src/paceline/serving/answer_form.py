@@ -49,7 +49,8 @@ def answer_form(tokenizer: TextTokenizer, prompt: str, tools: ToolUse, *, tells_
             return tools.form.make_reader(tools.takes_several)
         return PlainText()
 
-    if not tells_reasoning or think_tags.CLOSE not in (tokenizer.chat_template or ""):
+    is_hidden = tokenizer.token_id(think_tags.CLOSE) in tokenizer.special_ids  # texts leave special tokens out
+    if not tells_reasoning or is_hidden or think_tags.CLOSE not in (tokenizer.chat_template or ""):
         return AnswerForm(said)
     begins_inside = prompt.rstrip().endswith(think_tags.OPEN)
     return AnswerForm(

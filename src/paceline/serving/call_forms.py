@@ -68,7 +68,7 @@ KIMI = CallForm(
 )
 LLAMA = CallForm(
     name="llama",
-    shown_by=("tools", "<|python_tag|>", '"parameters": '),
+    shown_by=("tools", "<|start_header_id|>ipython<|end_header_id|>", '"parameters": '),  # 3.2 has no <|python_tag|>
     marks=(),
     make_reader=lambda takes_several: LlamaCallReader(takes_several=takes_several),
     before=lambda name, _: f'{{"name": {json.dumps(name)}, "parameters": ',
