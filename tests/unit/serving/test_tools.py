@@ -296,7 +296,10 @@ def test_what_a_grammar_allows_is_read_as_a_call() -> None:
     assert read(*text) == [FoundCall("f.1-_", '{"a": 1}')]
 
 
-LLAMA_TEMPLATE = '{{ tools | tojson }}{{ messages | tojson }}{# <|start_header_id|>ipython<|end_header_id|> {"name": x, "parameters": y} #}'
+LLAMA_TEMPLATE = (
+    "{{ tools | tojson }}{{ messages | tojson }}{# <|start_header_id|>ipython<|end_header_id|> #}"
+    '{# {"name": x, "parameters": y} #}'
+)
 
 
 def test_llama_is_known_by_what_all_its_templates_have() -> None:
