@@ -118,6 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         typer.main.get_command(app)(args=list(sys.argv[1:] if arguments is None else arguments), prog_name="paceline")
     except KeyboardInterrupt:  # between the verb's end and the interpreter's
+        _leave_at_once_if_launched(EXIT_INTERRUPTED)
         sys.exit(EXIT_INTERRUPTED)
     except SystemExit as leaving:
         _leave_at_once_if_launched(leaving.code)
