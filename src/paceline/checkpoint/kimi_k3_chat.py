@@ -72,8 +72,8 @@ def render_kimi_k3(
     history = _History()
     for index, message in enumerate(_in_order_of_calls(messages)):
         _message(writer, history, message, index, thinking=bool(options["thinking"]))
-    if options["tool_choice"] in _CHOICES:
-        writer.system("tool-choice", _CHOICES[str(options["tool_choice"])])
+    if (choice := str(options["tool_choice"])) in _CHOICES:
+        writer.system("tool-choice", _CHOICES[choice])
     _response_format(writer, options["response_format"])
     if add_generation_prompt:
         writer.opening("message", (("role", "assistant"),))
@@ -179,8 +179,10 @@ def _channels(writer: _Writer, message: Mapping[str, Any], *, thinking: bool) ->
     message = _apart(message, thinking=thinking)
     if thinking:
         reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+        if not isinstance(reasoning, str):
+            raise RequestError(f"an assistant's reasoning_content is {shown(reasoning)}, expected a string")
         writer.opening("think")
-        writer.text(reasoning if str(reasoning).strip() else "")
+        writer.text(reasoning if reasoning.strip() else "")
         writer.closing("think")
     writer.opening("response")
     writer.text(message.get("content") or "")

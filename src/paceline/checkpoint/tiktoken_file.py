@@ -128,6 +128,11 @@ def added_tokens(config: Mapping[str, Any], first_id: int, file: Path) -> list[t
         CheckpointError: the list in tokenizer_config.json is malformed, or an id of it is a token of the file's.
     """
     listed = config.get("added_tokens_decoder") or {}
+    if not isinstance(listed, Mapping):
+        raise CheckpointError(
+            "added_tokens_decoder is not a table of ids and tokens",
+            origin={"file": file.parent / "tokenizer_config.json"},
+        )
     added = {first_id + index: (f"<|reserved_token_{first_id + index}|>", True) for index in range(NUM_ADDED)}
     for key, entry in listed.items():
         if not key.isdecimal() or not isinstance(entry, Mapping) or not isinstance(entry.get("content"), str):

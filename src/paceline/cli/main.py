@@ -118,6 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         typer.main.get_command(app)(args=list(sys.argv[1:] if arguments is None else arguments), prog_name="paceline")
     except KeyboardInterrupt:  # between the verb's end and the interpreter's
+        _leave_at_once_if_launched(EXIT_INTERRUPTED)
         sys.exit(EXIT_INTERRUPTED)
     except SystemExit as leaving:
         _leave_at_once_if_launched(leaving.code)
@@ -135,10 +136,13 @@ def _leave_at_once_if_launched(code: str | int | None) -> None:
     distributed = sys.modules.get("torch.distributed")  # without it nothing was joined
     if distributed is None or not (distributed.is_available() and distributed.is_torchelastic_launched()):
         return
+    if isinstance(code, str):  # which the interpreter would print
+        with contextlib.suppress(OSError, ValueError):
+            print(code, file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # a pipe that is closed, a stream that is
             stream.flush()
-    os._exit(code if isinstance(code, int) else EXIT_FAILED)
+    os._exit((code if isinstance(code, int) else EXIT_FAILED) if code is not None else 0)
 
 
 def _ready_streams() -> None:

@@ -11,6 +11,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -116,11 +117,17 @@ def command_of(run: ServeRun, drafter: DrafterContract | None, arguments: Sequen
     """vLLM's command; keys of clients are in it only where there are several."""
     from paceline.checkpoint.vllm_support import METHODS
 
-    command = [run.engine_command, "serve", run.model, "--host", run.host, "--port", str(run.port)]
+    model, revision = _name_and_revision(run.model)
+    command = [run.engine_command, "serve", model, "--host", run.host, "--port", str(run.port)]
+    if revision is not None:
+        command += ["--revision", revision]
     if drafter is not None:
+        assert run.draft_model is not None
+        model, revision = _name_and_revision(run.draft_model)
         speculative = {
             "method": METHODS[drafter.family],
-            "model": run.draft_model,
+            "model": model,
+            **({} if revision is None else {"revision": revision}),
             "num_speculative_tokens": run.spec_tokens or drafter.num_draft_tokens,
         }
         command += ["--speculative-config", json.dumps(speculative)]
@@ -143,6 +150,17 @@ def command_of(run: ServeRun, drafter: DrafterContract | None, arguments: Sequen
     if run.generation_config == "none":
         command += ["--generation-config", "vllm"]
     return [*command, *arguments]
+
+
+def _name_and_revision(name: str) -> tuple[str, str | None]:
+    """A model as vLLM takes it, which knows no `~`, no config.json in the place of its folder and no `@REVISION`."""
+    from paceline.checkpoint.hub import parse_hub_name
+
+    path = Path(name).expanduser()
+    if path.exists():
+        return str(path.parent if path.is_file() else path), None
+    hub_name = parse_hub_name(name)
+    return (name, None) if hub_name is None else (hub_name.repository, hub_name.revision)
 
 
 def variables_of(run: ServeRun, environment: Mapping[str, str]) -> dict[str, str]:

@@ -28,7 +28,9 @@ class AnswerForm:
     structure_begins_after: str | None = None
 
 
-def answer_form(tokenizer: TextTokenizer, prompt: str, tools: ToolUse, *, tells_reasoning: bool) -> AnswerForm:
+def answer_form(
+    tokenizer: TextTokenizer, prompt: str, tools: ToolUse, *, tells_reasoning: bool, begun: str = ""
+) -> AnswerForm:
     """How answers to a chat are read.
 
     Args:
@@ -36,6 +38,7 @@ def answer_form(tokenizer: TextTokenizer, prompt: str, tools: ToolUse, *, tells_
         prompt: the rendered chat, which may have opened a part of the answer.
         tools: of the request.
         tells_reasoning: else what was thought stays in the text.
+        begun: the message that the answer goes on with, if it is no new one.
     """
     if tokenizer.has_channels and tells_reasoning:
         begins_in = "think" if prompt.endswith(f"{OPEN}think{SEPARATOR}") else "response"
@@ -49,9 +52,11 @@ def answer_form(tokenizer: TextTokenizer, prompt: str, tools: ToolUse, *, tells_
             return tools.form.make_reader(tools.takes_several)
         return PlainText()
 
-    if not tells_reasoning or think_tags.CLOSE not in (tokenizer.chat_template or ""):
+    is_hidden = tokenizer.token_id(think_tags.CLOSE) in tokenizer.special_ids  # texts leave special tokens out
+    if not tells_reasoning or is_hidden or think_tags.CLOSE not in (tokenizer.chat_template or ""):
         return AnswerForm(said)
-    begins_inside = prompt.rstrip().endswith(think_tags.OPEN)
+    is_begun = begun.lstrip().startswith(think_tags.OPEN) and think_tags.CLOSE not in begun
+    begins_inside = is_begun or prompt.rstrip().endswith(think_tags.OPEN)
     return AnswerForm(
         lambda: ThinkTags(said(), begins_inside=begins_inside), think_tags.CLOSE if begins_inside else None
     )

@@ -6,7 +6,8 @@
     llama    {"name": ..., "parameters": {...}}, which is all of the answer                  Llama 3.1 to 3.3
 
 Kimi-K3 has channels instead; its reader is `checkpoint/kimi_k3_answers.py`. Templates that put XML between the tags of
-Hermes, as those of Qwen3-Coder do, are told apart by their `<function=`.
+Hermes, as those of Qwen3-Coder and GLM-4.5 do, are told apart by `<function=` and `<arg_key>`; Hunyuan's have
+`<tool_sep>`.
 """
 
 from __future__ import annotations
@@ -68,18 +69,18 @@ KIMI = CallForm(
 )
 LLAMA = CallForm(
     name="llama",
-    shown_by=("tools", "<|python_tag|>", '"parameters": '),
+    shown_by=("tools", "<|start_header_id|>ipython<|end_header_id|>", '"parameters": '),  # 3.2 has no <|python_tag|>
     marks=(),
     make_reader=lambda takes_several: LlamaCallReader(takes_several=takes_several),
     before=lambda name, _: f'{{"name": {json.dumps(name)}, "parameters": ',
     behind="}",
 )
-_XML = "<function="
+_OTHERS = ("<function=", "<arg_key>", "<tool_sep>")
 
 
 def form_of(template: str) -> CallForm | None:
     """The form that a chat template has tools in; None for templates without tools, and for other forms."""
-    if _XML in template:
+    if any(mark in template for mark in _OTHERS):
         return None
     forms: Sequence[CallForm] = (HERMES, KIMI, LLAMA)
     return next((form for form in forms if all(text in template for text in form.shown_by)), None)

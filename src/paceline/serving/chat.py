@@ -59,9 +59,10 @@ def as_template_takes(message: ChatMessage, place: str) -> dict[str, Any]:
         FieldError: it holds something other than text.
     """
     further = dict(message.model_extra or {})
-    if isinstance(further.get("reasoning"), str):  # what some clients call it
-        further.setdefault("reasoning_content", further["reasoning"])
-    plain: dict[str, Any] = {**further, "role": message.role, "content": _text_of(message, place)}
+    if further.get("reasoning_content") is None and isinstance(further.get("reasoning"), str):
+        further["reasoning_content"] = further["reasoning"]  # what some clients call it
+    has_more = bool(message.tool_calls or further.get("reasoning_content"))
+    plain: dict[str, Any] = {**further, "role": message.role, "content": _text_of(message, place, has_more=has_more)}
     if message.tool_call_id is not None:
         plain["tool_call_id"] = message.tool_call_id
     if message.tool_calls:
@@ -69,11 +70,11 @@ def as_template_takes(message: ChatMessage, place: str) -> dict[str, Any]:
     return plain
 
 
-def _text_of(message: ChatMessage, place: str) -> str:
+def _text_of(message: ChatMessage, place: str, *, has_more: bool) -> str:
     if isinstance(message.content, str):
         return message.content
     if message.content is None:
-        if message.tool_calls or (message.model_extra or {}).get("reasoning_content"):
+        if has_more:
             return ""
         raise FieldError(f"{place} has no content", param=f"{place}.content")
     texts = []

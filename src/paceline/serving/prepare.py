@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from paceline.engine.sampling import SamplingParameters
 from paceline.errors import shown
 from paceline.serving.answer_form import AnswerForm, answer_form
-from paceline.serving.chat import render_messages
+from paceline.serving.chat import as_template_takes, render_messages
 from paceline.serving.fields import FieldError, sampling_of
 from paceline.serving.model import ServedModel
 from paceline.serving.protocol import ChatCompletionRequest, CompletionRequest, SamplingFields
@@ -83,7 +83,8 @@ def prepare_chat(body: ChatCompletionRequest, model: ServedModel, timeout_s: flo
     )
     _check_size(rendered.text, model, "messages")
     prompt = tuple(model.tokenizer.encode_rendered(rendered))
-    form = answer_form(model.tokenizer, rendered.text, tools, tells_reasoning=model.tells_reasoning)
+    begun = as_template_takes(body.messages[-1], "the last message")["content"] if body.continue_final_message else ""
+    form = answer_form(model.tokenizer, rendered.text, tools, tells_reasoning=model.tells_reasoning, begun=begun)
     structure, begins_after = sampling.structured_output, form.structure_begins_after
     if structure is not None and begins_after is not None:
         sampling = replace(sampling, structured_output=replace(structure, begins_after=begins_after))

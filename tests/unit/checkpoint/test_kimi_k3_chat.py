@@ -137,6 +137,11 @@ def test_options_of_a_request_stand_behind_the_messages() -> None:
     assert plain.count("<|end_of_msg|>") == 2 and "raw JSON data" in plain and "schema" not in plain
 
 
+def test_choices_that_are_no_text_say_nothing() -> None:
+    plain = text_of([{"role": "user", "content": "x"}])
+    assert text_of([{"role": "user", "content": "x"}], variables={"tool_choice": ["required"]}) == plain
+
+
 def test_types_of_arguments_and_text_that_is_no_json() -> None:
     values = {"s": "x<y", "i": 1, "f": 1.5, "b": True, "n": None, "o": {"k": [1, 2]}, "l": [1, "é"]}
     called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": values}}]}
@@ -196,6 +201,8 @@ def test_attributes_are_escaped() -> None:
             {},
             "takes a JSON object",
         ),
+        ([{"role": "assistant", "content": "x", "reasoning_content": 5}], {}, "reasoning_content is 5, expected"),
+        ([{"role": "assistant", "content": "x", "reasoning": ["r"]}], {}, "expected a string"),
     ],
 )
 def test_what_the_format_does_not_know(messages: list[dict[str, Any]], variables: dict[str, Any], message: str) -> None:

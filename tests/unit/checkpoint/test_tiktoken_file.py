@@ -128,11 +128,12 @@ def test_damaged_files(tmp_path: Path, change: object, message: str) -> None:
         ({"3": {"content": "x"}}, "an id 3; tiktoken.model has 256 tokens, so those behind it are 256 to 511"),
         ({"512": {"content": "x"}}, "an id 512"),
         ({"300": {}}, "not a table of ids and tokens"),
+        ([{"300": {"content": "x"}}], "not a table of ids and tokens"),
         ({"300": {"content": "a"}}, "an added token is a token of tiktoken.model, too"),
         ({"300": {"content": "x1"}, "301": {"content": "x1"}}, "two added tokens"),
     ],
 )
-def test_added_tokens_that_cannot_be(tmp_path: Path, listed: dict[str, object], message: str) -> None:
+def test_added_tokens_that_cannot_be(tmp_path: Path, listed: object, message: str) -> None:
     write_kimi_text(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": listed}))
     with pytest.raises(CheckpointError, match=message):

@@ -212,3 +212,13 @@ def _verbs() -> list[Callable[..., object]]:
 @pytest.mark.parametrize("verb", _verbs(), ids=lambda verb: verb.__name__)
 def test_every_verb_has_a_sentence(verb: Callable[..., object]) -> None:
     assert verb.__doc__ and verb.__doc__.strip().endswith(".")
+
+
+@pytest.mark.parametrize(("code", "left"), [(None, 0), (3, 3), ("why", 1)])
+def test_a_launched_process_leaves_with_its_own_code(code: str | int | None, left: int) -> None:
+    """Also where a stream is closed, which `flush` answers by a ValueError; a text as code is still printed."""
+    script = "import sys, torch.distributed; from paceline.cli.main import _leave_at_once_if_launched as leave; "
+    script += f"sys.stdout.close(); leave({code!r}); sys.exit(9)"
+    environment = {**os.environ, "PYTHONPATH": SOURCE, "TORCHELASTIC_RUN_ID": "of-this-test"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (left, "why\n" if code == "why" else "")

@@ -83,6 +83,21 @@ def test_mistakes(
     assert named in capsys.readouterr().err
 
 
+def test_names_as_vllm_takes_them(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(pair[0].parent))
+    assert shown(capsys, "~/target")[2] == str(pair[0])
+    assert shown(capsys, pair[0] / "config.json")[2] == str(pair[0])
+    places = {"owner/target@v1": pair[0], "owner/drafter@abc": pair[1]}
+    monkeypatch.setattr("paceline.checkpoint.locate.locate_target", lambda name, offline: places[name])
+    monkeypatch.setattr("paceline.checkpoint.locate.locate_drafter", lambda name, offline: places[name])
+    command = shown(capsys, "owner/target@v1", "--draft-model", "owner/drafter@abc")
+    assert command[2] == "owner/target" and command[command.index("--revision") + 1] == "v1"
+    speculative = json.loads(command[command.index("--speculative-config") + 1])
+    assert (speculative["model"], speculative["revision"]) == ("owner/drafter", "abc")
+
+
 def test_words_that_belong_to_nobody(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["serve", "m", "more", "--dry-run"]) == 2
     assert "what is 'more'?" in capsys.readouterr().err

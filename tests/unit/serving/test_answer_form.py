@@ -45,6 +45,28 @@ def test_thoughts_between_tags_and_calls_behind_them() -> None:
     assert told_not_to.structure_begins_after is None
 
 
+@pytest.mark.parametrize(
+    ("begun", "is_inside"),
+    [("<think>\nfirst", True), ("<think>a</think>\nYes", False), ("The tag <think> opens", False), ("", False)],
+)
+def test_an_answer_may_go_on_with_a_thought(begun: str, is_inside: bool) -> None:
+    form = answer_form(THINKS, f"<|assistant|>{begun}", ToolUse(), tells_reasoning=True, begun=begun)
+    found = ("hm", "Yes.", []) if is_inside else ("", "hm</think>Yes.", [])
+    assert read_whole(form.make_reader(), "hm</think>Yes.") == found
+    assert form.structure_begins_after == ("</think>" if is_inside else None)
+
+
+def test_tags_that_texts_leave_out_are_not_waited_for() -> None:
+    """Else all of an answer would be thought, and its form never begin."""
+    tokenizer = byte_level_tokenizer("{{ messages }}<think> </think>")
+    tokenizer.backend.add_special_tokens(["<think>", "</think>"])
+    hidden = TextTokenizer(
+        tokenizer.backend, chat_template=tokenizer.chat_template, special_tokens={}, origin="a tokenizer of this test"
+    )
+    form = answer_form(hidden, "<|assistant|><think>\n", ToolUse(), tells_reasoning=True)
+    assert isinstance(form.make_reader(), PlainText) and form.structure_begins_after is None
+
+
 def test_channels(channels: TextTokenizer) -> None:
     prompt = channels.render_chat([{"role": "user", "content": "q"}])
     thinks = answer_form(channels, prompt, ToolUse(), tells_reasoning=True)

@@ -181,3 +181,11 @@ def test_reasoning_by_its_other_name() -> None:
     assert taken(content="a", reasoning="r")["reasoning_content"] == "r"
     assert taken(content="a", reasoning="r", reasoning_content="s")["reasoning_content"] == "s"
     assert taken(content=None, reasoning_content="s")["content"] == ""
+
+
+def test_an_answer_that_is_nothing_but_thought_has_no_need_of_content() -> None:
+    for fields in ({"reasoning": "hm"}, {"reasoning_content": "hm"}, {"reasoning": "hm", "reasoning_content": None}):
+        taken = as_template_takes(ChatMessage(role="assistant", content=None, **fields), "messages[0]")
+        assert (taken["content"], taken["reasoning_content"]) == ("", "hm")
+    with pytest.raises(FieldError, match="has no content"):
+        as_template_takes(ChatMessage(role="assistant", content=None, reasoning_content=""), "messages[0]")

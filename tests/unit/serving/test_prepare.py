@@ -10,7 +10,7 @@ from tests.byte_level import byte_level_tokenizer
 from tests.tiny import EOS_ID, VOCAB_SIZE
 from tokenizers import processors
 
-from paceline.checkpoint.answer_parts import PlainText
+from paceline.checkpoint.answer_parts import PlainText, read_whole
 from paceline.checkpoint.generation_defaults import SamplingDefaults
 from paceline.checkpoint.think_tags import ThinkTags
 from paceline.errors import RequestError
@@ -133,6 +133,14 @@ def test_where_the_target_thinks_first_a_form_begins_behind_that() -> None:
     structure = quiet.asked.sampling.structured_output
     assert structure is not None and structure.begins_after is None
     assert isinstance(quiet.form.make_reader(), PlainText)
+
+
+def test_a_thought_that_goes_on_is_still_one() -> None:
+    thinks = replace(MODEL, tokenizer=byte_level_tokenizer("{{ messages[-1].content }}{# </think> #}"))
+    told = [*MESSAGES, {"role": "assistant", "content": [{"type": "text", "text": "<think>fir"}]}]
+    body = ChatCompletionRequest.model_validate({"messages": told, "continue_final_message": True})
+    form = prepare_chat(body, thinks, timeout_s=None).form
+    assert read_whole(form.make_reader(), "st</think>Yes.") == ("st", "Yes.", [])
 
 
 def test_tools_reach_template_and_grammar() -> None:

@@ -20,7 +20,7 @@ from paceline.checkpoint.answer_parts import FoundCall
 from paceline.checkpoint.tokenizer import open_tokenizer
 from paceline.engine.grammar import GrammarCompiler
 from paceline.engine.structured import StructuredOutput
-from paceline.serving.call_forms import HERMES_TAGS, KIMI, KIMI_TAGS, LLAMA
+from paceline.serving.call_forms import HERMES, HERMES_TAGS, KIMI, KIMI_TAGS, LLAMA, form_of
 from paceline.serving.call_reader import CallReader
 from paceline.serving.fields import FieldError
 from paceline.serving.protocol import ChatCompletionRequest, ChatMessage
@@ -296,7 +296,22 @@ def test_what_a_grammar_allows_is_read_as_a_call() -> None:
     assert read(*text) == [FoundCall("f.1-_", '{"a": 1}')]
 
 
-LLAMA_TEMPLATE = '{{ tools | tojson }}{{ messages | tojson }}{# <|python_tag|> {"name": x, "parameters": y} #}'
+LLAMA_TEMPLATE = (
+    "{{ tools | tojson }}{{ messages | tojson }}{# <|start_header_id|>ipython<|end_header_id|> #}"
+    '{# {"name": x, "parameters": y} #}'
+)
+
+
+def test_llama_is_known_by_what_all_its_templates_have() -> None:
+    """Those of Llama 3.2 have no `<|python_tag|>`; others that have it are not Llama's."""
+    assert form_of(LLAMA_TEMPLATE) is LLAMA
+    assert form_of('{{ tools }}<|python_tag|>{"name": x, "parameters": y}') is None
+
+
+@pytest.mark.parametrize("between", ["<function=f>", "f\n<arg_key>a</arg_key>", "f<tool_sep>"])
+def test_other_forms_between_the_tags_of_hermes(between: str) -> None:
+    assert form_of("{{ tools }}<tool_call>{{ call }}</tool_call>") is HERMES
+    assert form_of(f"{{{{ tools }}}}<tool_call>{between}</tool_call>") is None
 
 
 def test_a_llama_call_is_forced_as_it_is_read() -> None:
