@@ -41,9 +41,12 @@ def serve_by_vllm(run: ServeRun, arguments: Sequence[str], *, dry_run: bool, as_
         ConfigError: a setting is not vLLM's, or it is not installed.
         CompatibilityError: the drafter does not fit the target, or vLLM would not serve it as it was trained.
     """
+    from paceline.configuration.environment import all_variables
+
+    variables = all_variables()
     refuse_what_vllm_does_not_obey(run)
-    command = command_of(run, checked_drafter(run, os.environ), arguments)
-    environment = variables_of(run, os.environ)
+    command = command_of(run, checked_drafter(run, variables), arguments)
+    environment = variables_of(run, variables)
     if dry_run:
         _show(["(set)" if word in run.api_keys else word for word in command], as_json=as_json)
         return

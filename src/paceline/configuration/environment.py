@@ -99,6 +99,11 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     )
 
 
+def all_variables() -> dict[str, str]:
+    """Everything in the environment, for a program that this process starts."""
+    return dict(os.environ)
+
+
 def describe_environment(variables: Mapping[str, str] | None = None) -> dict[str, str | None]:
     """Every variable that paceline or a library below it reads, with its value; secrets only as `(set)`."""
     found = os.environ if variables is None else variables
