@@ -17,7 +17,7 @@ from typing import Any
 
 from paceline.checkpoint.answer_parts import read_whole
 from paceline.checkpoint.kimi_k3_answers import KimiK3Answers
-from paceline.checkpoint.kimi_k3_marks import CLOSE, END, MARKS, OPEN, SEPARATOR
+from paceline.checkpoint.kimi_k3_marks import CLOSE, END, OPEN, SEPARATOR
 from paceline.checkpoint.rendered_chat import RenderedChat, Segment
 from paceline.errors import RequestError, shown
 
@@ -41,6 +41,8 @@ _JSON_ONLY = (
     "The system is invoked with `response_format={}`.\nYour response must be raw JSON data without markdown code "
     "blocks (```json) or any additional formatting."
 )
+# Of channels; an answer that tells of marks has none, and is text.
+_BORDERS = tuple(f"{mark}{name}{SEPARATOR}" for mark in (OPEN, CLOSE) for name in ("think", "response", "tools"))
 _SCHEMA = "\nThe JSON data must match the following schema:\n"
 
 
@@ -201,7 +203,7 @@ def _channels(writer: _Writer, message: Mapping[str, Any], *, thinking: bool) ->
 
 def _apart(message: Mapping[str, Any], *, thinking: bool) -> Mapping[str, Any]:
     content = message.get("content") or ""
-    if not any(mark in content for mark in MARKS) or message.get("reasoning_content") or message.get("tool_calls"):
+    if message.get("reasoning_content") or message.get("tool_calls") or not any(tag in content for tag in _BORDERS):
         return message
     thought, said, calls = read_whole(KimiK3Answers("think" if thinking else "response", reads_calls=True), content)
     functions = [{"function": {"name": call.name, "arguments": call.arguments}} for call in calls]

@@ -184,6 +184,12 @@ def test_an_answer_with_its_marks_is_read_into_its_channels(thinking: bool) -> N
     assert text_of([user("q"), {"role": "assistant", "content": whole}, user("p")], **options) == text
 
 
+@pytest.mark.parametrize("text", ["The mark <|open|> comes first.", "a <|sep|> b", "<|end_of_msg|>"])
+def test_an_answer_that_tells_of_marks_is_text(text: str) -> None:
+    rendered = text_of([{"role": "assistant", "content": text}])
+    assert f"<|open|>think<|sep|><|close|>think<|sep|><|open|>response<|sep|>{text}<|close|>response" in rendered
+
+
 def test_attributes_are_escaped() -> None:
     text = text_of([{"role": "user", "content": "q", "name": 'A & "B"'}], variables=QUIET)
     assert text.startswith('<|open|>message role="user" name="A &amp; &quot;B&quot;"<|sep|>q')
