@@ -33,6 +33,11 @@ Part = str | Reasoning | FoundCall
 """A text is what the target says."""
 
 
+def refuse_constant(name: str) -> object:
+    """For `json`, which takes NaN and infinity for JSON: no client could read them."""
+    raise ValueError(f"{name} is no JSON")
+
+
 class AnswerReader(Protocol):
     """Tells the parts of an answer as it comes in; how it is cut into pieces makes no difference."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 
-from paceline.checkpoint.answer_parts import FoundCall, Part, Reasoning, length_of_beginning
+from paceline.checkpoint.answer_parts import FoundCall, Part, Reasoning, length_of_beginning, refuse_constant
 from paceline.checkpoint.kimi_k3_marks import CLOSE, END, OPEN, SEPARATOR
 
 _ATTRIBUTE = re.compile(r'([^\s=]+)="([^"]*)"')
@@ -154,13 +154,9 @@ def _value(text: str, kind: str | None) -> object:
     if kind in (None, "string"):
         return text
     try:
-        return json.loads(text, parse_constant=_refused)
+        return json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         return text
-
-
-def _refused(name: str) -> object:
-    raise ValueError(f"{name} is no JSON")
 
 
 def _unescaped(text: str) -> str:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paceline.checkpoint.answer_parts import FoundCall, Part, length_of_beginning
+from paceline.checkpoint.answer_parts import FoundCall, Part, length_of_beginning, refuse_constant
 from paceline.serving.llama_calls import made_call
 
 KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
@@ -116,7 +116,7 @@ class CallReader:
 def _loaded(text: str) -> tuple[object, bool]:
     """What JSON stands for, None where it is none, and whether it ends inside a string."""
     try:
-        return json.loads(text), False
+        return json.loads(text, parse_constant=refuse_constant), False
     except json.JSONDecodeError as error:
         return None, error.msg.startswith("Unterminated string")
     except (ValueError, RecursionError):  # a number of thousands of digits, or as many brackets

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 
-from paceline.checkpoint.answer_parts import FoundCall, Part
+from paceline.checkpoint.answer_parts import FoundCall, Part, refuse_constant
 
 _BETWEEN = " \t\r\n;"  # what may stand between two calls
 _MOST_BLANKS = 64  # before the first; an answer that begins with more is not held back
-_DECODER = json.JSONDecoder()
+_DECODER = json.JSONDecoder(parse_constant=refuse_constant)
 
 
 class LlamaCallReader:

@@ -49,6 +49,7 @@ def test_no_cut_makes_a_difference(text: str, takes_several: bool) -> None:
         ('{"name": "f", "param', ['{"name": "f", "param']),
         ("[" * 100_000, ["[" * 100_000]),
         ('{"a":' * 100_000, ['{"a":' * 100_000]),
+        ('{"name": "f", "parameters": {"a": NaN}}', ['{"name": "f", "parameters": {"a": NaN}}']),
         ("Yes.", ["Yes."]),
         (" \n", [" \n"]),
         ("", []),

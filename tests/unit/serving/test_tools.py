@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,7 @@ def test_text_without_calls_comes_back_unchanged(text: str) -> None:
         (OPEN + "[" * 100_000 + CLOSE, [OPEN + "[" * 100_000 + CLOSE]),
         (OPEN + "9" * 5000 + CLOSE, [OPEN + "9" * 5000 + CLOSE]),
         (OPEN + '["name"]' + CLOSE, [OPEN + '["name"]' + CLOSE]),
+        (call("f", a=math.nan), [call("f", a=math.nan)]),
     ],
 )
 def test_calls_and_what_is_none(text: str, found: list[Piece]) -> None:
