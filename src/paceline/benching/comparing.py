@@ -98,7 +98,7 @@ def _speed(records: Sequence[AnswerRecord], *, skips: int) -> float | None:
     """Tokens per second, without the first `skips` of each and the time until they were there."""
     tokens, seconds = 0, 0.0
     for record in records:
-        if record.num_tokens is None or (skips and record.first_s is None):
+        if record.num_tokens is None or (skips and (record.first_s is None or record.came_at_once)):
             return None
         tokens += max(0, record.num_tokens - skips)
         seconds += record.total_s - (record.first_s or 0.0 if skips else 0.0)

@@ -29,8 +29,8 @@ def ttft_s(record: AnswerRecord) -> float | None:
 
 
 def tpot_s(record: AnswerRecord) -> float | None:
-    """Time per output token after the first; None of fewer than two tokens, or where nobody says how many."""
-    if record.first_s is None or record.num_tokens is None or record.num_tokens < 2:
+    """Time per output token after the first; None of fewer than two tokens or deltas, or where nobody says how many."""
+    if record.first_s is None or record.num_tokens is None or record.num_tokens < 2 or record.came_at_once:
         return None
     return (record.total_s - record.first_s) / (record.num_tokens - 1)
 

@@ -70,6 +70,11 @@ class AnswerRecord:
         """Whether the answer came to its end."""
         return self.error is None
 
+    @property
+    def came_at_once(self) -> bool:
+        """Whether several tokens came in one delta: between it and the end lies no decoding."""
+        return len(self.delta_s) == 1 and self.num_tokens is not None and self.num_tokens > 1
+
     def place(self, began_s: float, due_s: float | None) -> None:
         """Count from the beginning of its pass, and its times from when it was due.
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from paceline.cli import options
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, DataError, PacelineError
 from paceline.trace.acceptance import DraftTotals
 
 if TYPE_CHECKING:
@@ -95,6 +95,9 @@ class Report:
             passes: all that were begun.
             way: what the set-ups are.
             ended: what cut it short.
+
+        Raises:
+            PacelineError: the file cannot be written. Everything else was told by then.
         """
         from paceline.benching.result import Figures, result_of
         from paceline.cli.bench_setups import expects_identity
@@ -118,7 +121,7 @@ class Report:
         self.has_broken_promise = way.promises_identity and any(
             row["num_identical"] is not None and row["num_identical"] < row["num_compared"] for row in rows
         )
-        written = self._write(result)
+        written, unwritten = self._try_to_write(result)  # first: nobody may be reading what is printed
         if self._as_json:
             options.print_json(result)
         else:
@@ -132,6 +135,10 @@ class Report:
             typer.echo(f"{status}: {kept}", err=True)
         if written is not None:
             log.info("wrote %s", written)
+        if unwritten is not None and (ended is not None or self.has_broken_promise):
+            log.error("%s", unwritten.message)  # what comes of the run is the graver one
+        elif unwritten is not None:
+            raise unwritten
 
     def _about(self, way: OpenSetUps) -> dict[str, object]:
         """What was run, by whom and where."""
@@ -155,6 +162,16 @@ class Report:
             },
             "metadata": dict(run.metadata),
         }
+
+    def _try_to_write(self, result: Mapping[str, object]) -> tuple[Path | None, PacelineError | None]:
+        """The file, or why there is none: figures that took minutes are still to be told."""
+        try:
+            return self._write(result), None
+        except PacelineError as error:
+            return None, error
+        except OSError as error:
+            what = f"the result cannot be written into {self._folder}: {error.strerror or error}"
+            return None, DataError(what, hint="--result-dir FOLDER; --json prints the result as well")
 
     def _write(self, result: Mapping[str, object]) -> Path | None:
         """The file, in full or not at all; None where none was asked for."""

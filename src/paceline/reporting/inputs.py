@@ -84,6 +84,8 @@ def read_input(path: Path) -> ReportInput:
     """
     if path.is_dir():
         return _training(path, path / METRICS_FILE)
+    if path.exists() and not path.is_file():
+        raise DataError("this is no ordinary file; it is read more than once", origin={"file": path}, hint=_HINT)
     first = _first_line(path)
     try:
         head = json.loads(first)

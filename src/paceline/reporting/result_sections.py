@@ -12,6 +12,7 @@ from paceline.reporting.sections import BarFigure, LineFigure, Section, Table, T
 from paceline.reporting.token_pieces import visible
 
 _TABLES = ("rows", "comparisons", "requests", "sets")
+_FEW_PROMPTS = 8  # as `paceline bench` warns
 _LATENCIES = (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("itl_ms", "ITL"), ("e2el_ms", "E2EL"))
 
 
@@ -99,6 +100,9 @@ def _bench(given: ResultInput) -> Section:
     failed = sum(int(number(row.get("num_failed")) or 0) for row in rows)
     if failed:
         notes.append(f"{failed} requests failed; latencies are of the others.")
+    units = [each for row in rows for each in [_inner(row, "speed_up", "num_units")] if each is not None]
+    if units and min(units) < _FEW_PROMPTS:
+        notes.append(f"An interval over {min(units):g} prompts says little; take {_FEW_PROMPTS} or more.")
     return Section(
         title=file_name(given.path),
         notes=notes,
@@ -227,11 +231,13 @@ def _latency_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     tables = [row[name] for row in rows for name, _ in _LATENCIES if isinstance(row.get(name), Mapping)]
     percentiles = [str(key) for table in tables for key in table if str(key).startswith("p")]
     parts = ["mean", "median", *dict.fromkeys(percentiles)]
+    titles = [f"{title} {part}" for _, title in _LATENCIES for part in parts]
     shown = []
     for row in rows:
         cells = [plain(_inner(row, name, part), 2) for name, _ in _LATENCIES for part in parts]
+        cells += [plain(_inner(row, "e2el_ms", "num_values"), 0), plain(number(row.get("tokens_per_delta")), 2)]
         shown.append([_load_name(row), *cells])
-    return Table("Latency, ms", ["set-up", *(f"{title} {part}" for _, title in _LATENCIES for part in parts)], shown)
+    return Table("Latency, ms", ["set-up", *titles, "answers", "tokens per delta"], shown)
 
 
 def _drafting_table(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -254,12 +260,14 @@ def _comparison_table(comparisons: Sequence[Mapping[str, Any]]) -> Table:
             f"{_text(each.get('setup'))} / {_text(each.get('base'))}{_load(each)}",
             with_interval(*_interval(each.get("speed_up")), 2),
             with_interval(*_interval(each.get("decode_speed_up")), 2),
+            plain(_inner(each, "speed_up", "num_units"), 0),
             plain(number(each.get("total_ratio")), 3),
             _share(each.get("num_identical"), each.get("num_compared")),
         ]
         for each in comparisons
     ]
-    return Table("Paired comparisons", ["pair", "speed-up", "of decoding", "ratio of totals", "same answers"], shown)
+    head = ["pair", "speed-up (95 %)", "of decoding (95 %)", "prompts", "ratio of totals", "same answers"]
+    return Table("Paired comparisons", head, shown)
 
 
 def _about(values: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ import pytest
 from tests.unit.benching.made import answer, failed, passed
 
 from paceline.benching.comparing import compare
+from paceline.benching.latency import tpot_s
 
 
 def test_the_median_of_ratios_of_prompts() -> None:
@@ -82,3 +83,14 @@ def test_one_round_that_differs_makes_a_prompt_differ() -> None:
 def test_without_usage_there_is_no_ratio() -> None:
     found = compare([passed("a", answer(num_tokens=None))], [passed("b", answer())], expects_identity=True)
     assert found is not None and found.speed_up is None and found.total_ratio is None and found.num_identical == 1
+
+
+def test_an_answer_in_one_delta_has_no_decoding() -> None:
+    """Its end is microseconds behind its first delta; nine tokens in that time would be a speed of millions."""
+    base = [answer(0, first_s=0.5, delta_s=(0.5, 0.8, 1.0)), answer(1, first_s=0.5, delta_s=(0.5, 0.8, 1.0))]
+    ours = [answer(0, first_s=0.9999, delta_s=(0.9999,)), answer(1, first_s=0.5, delta_s=(0.5, 1.0))]
+    found = compare([passed("a", *ours)], [passed("b", *base)], expects_identity=False)
+    assert found is not None and found.speed_up is not None and found.decode_speed_up is not None
+    assert (found.speed_up.num_units, found.decode_speed_up.num_units) == (2, 1)
+    assert found.decode_speed_up.high == 1.0
+    assert tpot_s(ours[0]) is None and tpot_s(ours[1]) is not None

@@ -183,6 +183,26 @@ def test_an_engine_that_changes_the_text_is_exit_code_3(
     result_of(capsys, [*arguments, "--temperature", "1", "--verify-method", "standard"])
 
 
+def test_a_folder_that_goes_away_half_way_costs_the_file_alone(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    pair: tuple[str, str],
+    prompts: list[str],
+    tmp_path: Path,
+) -> None:
+    folder, record = tmp_path / "out", engine_setup._record
+
+    def in_the_way(*arguments: Any) -> Any:
+        folder.touch()
+        return record(*arguments)
+
+    monkeypatch.setattr(engine_setup, "_record", in_the_way)
+    assert run(["bench", pair[0], *prompts, *TINY, "--result-dir", str(folder), "--json"]) == 1
+    captured = capsys.readouterr()
+    assert f"the result cannot be written into {folder}" in captured.err
+    assert json.loads(captured.out)["status"] == "done"
+
+
 def test_an_engine_that_dies_half_way_keeps_what_was_measured(
     capsys: pytest.CaptureFixture[str], pair: tuple[str, str], prompts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

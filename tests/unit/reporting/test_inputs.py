@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,10 @@ def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(DataError, match="cannot be read"):
         read_input(tmp_path / "binary")
+    os.mkfifo(tmp_path / "pipe")
+    for endless in (tmp_path / "pipe", Path("/dev/null")):  # /dev/zero would fill the memory
+        with pytest.raises(DataError, match="no ordinary file"):
+            read_input(endless)
 
 
 def test_a_trace_cut_in_the_middle_of_a_line_is_refused_by_line(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_a_bench() -> None:
     assert cells(found, "Latency, ms")[0][:4] == ["plain, 1 at once", "10.00", "9.00", "20.00"]
     assert [row[0] for row in cells(found, "Drafting")] == [names[1], names[3]]
     assert cells(found, "Paired comparisons") == [
-        ["dflash2 / plain, 1 at once", "1.50 (1.20 to 1.90)", "-", "1.500", "-"]
+        ["dflash2 / plain, 1 at once", "1.50 (1.20 to 1.90)", "-", "8", "1.500", "-"]
     ]
     (speed, lengths) = found.bars
     assert next((each.label, each.value, each.low) for each in speed.estimates) == (names[1], 1.5, 1.2)
@@ -98,6 +98,13 @@ def test_a_bench() -> None:
     assert not any(name.startswith(("rows", "requests")) for name, _ in found.provenance[0][1])
     _, page = page_of([found])
     assert page.faults == []
+
+
+def test_figures_of_few_values_say_how_few() -> None:
+    few = {**DRAFTED, "speed_up": {**INTERVAL, "num_units": 4}, "tokens_per_delta": 1.8}
+    found = section({**BENCH, "rows": [PLAIN, few]})
+    assert found.notes[-1] == "An interval over 4 prompts says little; take 8 or more."
+    assert [row[-2:] for row in cells(found, "Latency, ms")] == [["3", "-"], ["3", "1.80"]]
 
 
 def test_a_bench_that_did_not_end_says_so() -> None:
