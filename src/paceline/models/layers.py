@@ -70,15 +70,6 @@ class Block(nn.Module):
             self.__dict__.pop(name, None)  # replaced by nothing, or by something plain
 
 
-def empty_embedding(num_rows: int, width: int) -> nn.Embedding:
-    """A table whose rows are not yet set.
-
-    torch would draw them first, and on the meta device, where models are made, that imports its compiler: a second of
-    every start.
-    """
-    return nn.Embedding(num_rows, width, _weight=torch.empty(num_rows, width))
-
-
 class Linear(Block):
     """x @ W^T + b; `set_linear_mode` chooses the arithmetic (see `ops/linear.py`)."""
 

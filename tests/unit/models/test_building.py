@@ -13,7 +13,7 @@ from tests.tiny import tiny_target, tiny_target_contract
 import paceline
 from paceline.checkpoint.contract import RopeSettings
 from paceline.models.building import empty_target
-from paceline.models.layers import empty_embedding
+from paceline.models.embedding import empty_embedding
 from paceline.models.positions import position_table
 
 CPU = torch.device("cpu")

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.contract import MarkovSettings
-from paceline.models.layers import Linear, empty_embedding
+from paceline.models.embedding import empty_embedding
+from paceline.models.layers import Linear
 
 
 class MarkovHead(nn.Module):

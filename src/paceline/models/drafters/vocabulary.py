@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.contract import DrafterContract
-from paceline.models.layers import GivesBestScores, Linear, empty_embedding, score_rows
+from paceline.models.embedding import empty_embedding
+from paceline.models.layers import GivesBestScores, Linear, score_rows
 from paceline.ops.embed_rows import gather_rows
 
 

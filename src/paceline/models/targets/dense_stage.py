@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.contract import AuxHiddenStream, CaptureId, TargetContract
 from paceline.models.capabilities import check_capture_ids
-from paceline.models.layers import Attend, DecoderLayer, Linear, RMSNorm, RotaryRows, empty_embedding
+from paceline.models.embedding import empty_embedding
+from paceline.models.layers import Attend, DecoderLayer, Linear, RMSNorm, RotaryRows
 from paceline.models.positions import position_table
 from paceline.models.taps import TapCollector
 from paceline.models.targets.stage import HandOver, require_layers

@@ -23,8 +23,9 @@ from paceline.checkpoint.contract import AuxHiddenStream, CaptureId, TargetContr
 from paceline.checkpoint.kimi_names import boundary_names
 from paceline.errors import CheckpointError
 from paceline.models.capabilities import check_capture_ids
+from paceline.models.embedding import empty_embedding
 from paceline.models.hybrid import HybridAttend
-from paceline.models.layers import Linear, RMSNorm, empty_embedding
+from paceline.models.layers import Linear, RMSNorm
 from paceline.models.taps import TapCollector
 from paceline.models.targets.kimi_layer import KimiLayer, MixtureScores, ResidualStream, num_closed_blocks
 from paceline.models.targets.stage import HandOver, require_layers
